@@ -1315,8 +1315,8 @@ type RunCommandRequest struct {
 	SandboxId string `protobuf:"bytes,4,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	// What to run. stdin may be none or bytes, not open; tty must be absent.
 	Spec *JobSpec `protobuf:"bytes,5,opt,name=spec,proto3" json:"spec,omitempty"`
-	// Returned at most a stream: half as head, half as tail. Default 256 KiB; at most 1 MiB, and both
-	// streams together at most 1 MiB.
+	// Returned at most a stream: half as head, half as tail. Default 256 KiB; at most 512 KiB, or
+	// 1 MiB with merge_stderr, so that a reply is never over 1 MiB of output.
 	MaxOutputBytes uint64 `protobuf:"varint,6,opt,name=max_output_bytes,json=maxOutputBytes,proto3" json:"max_output_bytes,omitempty"`
 	// Also return output as text.
 	TextOutput    bool `protobuf:"varint,7,opt,name=text_output,json=textOutput,proto3" json:"text_output,omitempty"`

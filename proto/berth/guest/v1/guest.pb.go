@@ -951,7 +951,7 @@ type RunRequest struct {
 	Start *StartRequest `protobuf:"bytes,1,opt,name=start,proto3" json:"start,omitempty"`
 	// Bytes of each stream to return at most, half head and half tail.
 	MaxOutputBytes uint64 `protobuf:"varint,2,opt,name=max_output_bytes,json=maxOutputBytes,proto3" json:"max_output_bytes,omitempty"`
-	// Forget the job once this answer was sent.
+	// Forget the job after this answer, as soon as its output is sealed and nothing of it runs.
 	Forget        bool `protobuf:"varint,3,opt,name=forget,proto3" json:"forget,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2218,7 +2218,9 @@ type ListRequest struct {
 	// Wait this long for a change if there is none.
 	Wait *durationpb.Duration `protobuf:"bytes,2,opt,name=wait,proto3" json:"wait,omitempty"`
 	// At most this many statuses; 0 is 1000.
-	Limit         uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
+	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
+	// Only durable jobs: what a short attached command does then wakes nobody.
+	DurableOnly   bool `protobuf:"varint,4,opt,name=durable_only,json=durableOnly,proto3" json:"durable_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2272,6 +2274,13 @@ func (x *ListRequest) GetLimit() uint32 {
 		return x.Limit
 	}
 	return 0
+}
+
+func (x *ListRequest) GetDurableOnly() bool {
+	if x != nil {
+		return x.DurableOnly
+	}
+	return false
 }
 
 // ListResponse holds the changes.
@@ -4587,11 +4596,12 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\x05grace\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x05grace\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\">\n" +
 	"\fStopResponse\x12.\n" +
-	"\x06status\x18\x01 \x01(\v2\x16.berth.guest.v1.StatusR\x06status\"u\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.berth.guest.v1.StatusR\x06status\"\x98\x01\n" +
 	"\vListRequest\x12!\n" +
 	"\fsince_cursor\x18\x01 \x01(\x04R\vsinceCursor\x12-\n" +
 	"\x04wait\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x14\n" +
-	"\x05limit\x18\x03 \x01(\rR\x05limit\"\x90\x01\n" +
+	"\x05limit\x18\x03 \x01(\rR\x05limit\x12!\n" +
+	"\fdurable_only\x18\x04 \x01(\bR\vdurableOnly\"\x90\x01\n" +
 	"\fListResponse\x122\n" +
 	"\bstatuses\x18\x01 \x03(\v2\x16.berth.guest.v1.StatusR\bstatuses\x12\x1f\n" +
 	"\vnext_cursor\x18\x02 \x01(\x04R\n" +

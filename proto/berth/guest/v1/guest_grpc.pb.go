@@ -86,7 +86,8 @@ type GuestServiceClient interface {
 	// Wait answers when a job's leader has ended and its output was drained, or the wait is over.
 	Wait(ctx context.Context, in *WaitRequest, opts ...grpc.CallOption) (*WaitResponse, error)
 	// Forget removes finished jobs and their spool, once the broker has them at home. Jobs that are
-	// not there are success; jobs that are not finished stay and are named in the answer.
+	// not there are success; jobs that are not finished stay and are named in the answer. A job that
+	// left processes running loses its spool and its place in List, but Stop still finds it.
 	Forget(ctx context.Context, in *ForgetRequest, opts ...grpc.CallOption) (*ForgetResponse, error)
 	// Quiesce prepares for a suspend, snapshot or fork: flushes, and stops counting time.
 	Quiesce(ctx context.Context, in *QuiesceRequest, opts ...grpc.CallOption) (*QuiesceResponse, error)
@@ -294,7 +295,8 @@ type GuestServiceServer interface {
 	// Wait answers when a job's leader has ended and its output was drained, or the wait is over.
 	Wait(context.Context, *WaitRequest) (*WaitResponse, error)
 	// Forget removes finished jobs and their spool, once the broker has them at home. Jobs that are
-	// not there are success; jobs that are not finished stay and are named in the answer.
+	// not there are success; jobs that are not finished stay and are named in the answer. A job that
+	// left processes running loses its spool and its place in List, but Stop still finds it.
 	Forget(context.Context, *ForgetRequest) (*ForgetResponse, error)
 	// Quiesce prepares for a suspend, snapshot or fork: flushes, and stops counting time.
 	Quiesce(context.Context, *QuiesceRequest) (*QuiesceResponse, error)

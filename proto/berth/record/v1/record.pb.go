@@ -369,6 +369,88 @@ func (x *SandboxRecord) GetLeaseEpoch() uint64 {
 	return 0
 }
 
+// MachineSpec is what a machine is booted with.
+type MachineSpec struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Image or template; empty is the provider's default.
+	Image string `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	// The workspace asked for; empty is the provider's default.
+	Workspace string `protobuf:"bytes,2,opt,name=workspace,proto3" json:"workspace,omitempty"`
+	// Limits.
+	Resources *v1.Resources `protobuf:"bytes,3,opt,name=resources,proto3" json:"resources,omitempty"`
+	// What it may reach.
+	Egress *v1.Egress `protobuf:"bytes,4,opt,name=egress,proto3" json:"egress,omitempty"`
+	// The provider's own options.
+	Options       map[string]string `protobuf:"bytes,5,rep,name=options,proto3" json:"options,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MachineSpec) Reset() {
+	*x = MachineSpec{}
+	mi := &file_berth_record_v1_record_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MachineSpec) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MachineSpec) ProtoMessage() {}
+
+func (x *MachineSpec) ProtoReflect() protoreflect.Message {
+	mi := &file_berth_record_v1_record_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MachineSpec.ProtoReflect.Descriptor instead.
+func (*MachineSpec) Descriptor() ([]byte, []int) {
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *MachineSpec) GetImage() string {
+	if x != nil {
+		return x.Image
+	}
+	return ""
+}
+
+func (x *MachineSpec) GetWorkspace() string {
+	if x != nil {
+		return x.Workspace
+	}
+	return ""
+}
+
+func (x *MachineSpec) GetResources() *v1.Resources {
+	if x != nil {
+		return x.Resources
+	}
+	return nil
+}
+
+func (x *MachineSpec) GetEgress() *v1.Egress {
+	if x != nil {
+		return x.Egress
+	}
+	return nil
+}
+
+func (x *MachineSpec) GetOptions() map[string]string {
+	if x != nil {
+		return x.Options
+	}
+	return nil
+}
+
 // MachineRecord is the value of machines/<id>.
 type MachineRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -402,15 +484,15 @@ type MachineRecord struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// The pool that made it.
 	Pool string `protobuf:"bytes,15,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The cursor up to which the guest's job changes were taken, in boot_id.
-	ListCursor    uint64 `protobuf:"varint,16,opt,name=list_cursor,json=listCursor,proto3" json:"list_cursor,omitempty"`
+	// What it was booted with, so that it can be booted again; its token is not in it.
+	Spec          *MachineSpec `protobuf:"bytes,16,opt,name=spec,proto3" json:"spec,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MachineRecord) Reset() {
 	*x = MachineRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[1]
+	mi := &file_berth_record_v1_record_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +504,7 @@ func (x *MachineRecord) String() string {
 func (*MachineRecord) ProtoMessage() {}
 
 func (x *MachineRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[1]
+	mi := &file_berth_record_v1_record_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +517,7 @@ func (x *MachineRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineRecord.ProtoReflect.Descriptor instead.
 func (*MachineRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{1}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *MachineRecord) GetId() string {
@@ -543,11 +625,11 @@ func (x *MachineRecord) GetPool() string {
 	return ""
 }
 
-func (x *MachineRecord) GetListCursor() uint64 {
+func (x *MachineRecord) GetSpec() *MachineSpec {
 	if x != nil {
-		return x.ListCursor
+		return x.Spec
 	}
-	return 0
+	return nil
 }
 
 // JobRecord is the value of jobs/<id>. Once DONE it is the receipt, and never changes but by being
@@ -606,7 +688,7 @@ type JobRecord struct {
 
 func (x *JobRecord) Reset() {
 	*x = JobRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[2]
+	mi := &file_berth_record_v1_record_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -618,7 +700,7 @@ func (x *JobRecord) String() string {
 func (*JobRecord) ProtoMessage() {}
 
 func (x *JobRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[2]
+	mi := &file_berth_record_v1_record_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -631,7 +713,7 @@ func (x *JobRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRecord.ProtoReflect.Descriptor instead.
 func (*JobRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{2}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *JobRecord) GetId() string {
@@ -808,7 +890,7 @@ type JobSecrets struct {
 
 func (x *JobSecrets) Reset() {
 	*x = JobSecrets{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[3]
+	mi := &file_berth_record_v1_record_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -820,7 +902,7 @@ func (x *JobSecrets) String() string {
 func (*JobSecrets) ProtoMessage() {}
 
 func (x *JobSecrets) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[3]
+	mi := &file_berth_record_v1_record_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -833,7 +915,7 @@ func (x *JobSecrets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobSecrets.ProtoReflect.Descriptor instead.
 func (*JobSecrets) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{3}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *JobSecrets) GetEnv() map[string]string {
@@ -861,7 +943,7 @@ type SandboxSecrets struct {
 
 func (x *SandboxSecrets) Reset() {
 	*x = SandboxSecrets{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[4]
+	mi := &file_berth_record_v1_record_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -873,7 +955,7 @@ func (x *SandboxSecrets) String() string {
 func (*SandboxSecrets) ProtoMessage() {}
 
 func (x *SandboxSecrets) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[4]
+	mi := &file_berth_record_v1_record_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -886,7 +968,7 @@ func (x *SandboxSecrets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxSecrets.ProtoReflect.Descriptor instead.
 func (*SandboxSecrets) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{4}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *SandboxSecrets) GetEnv() map[string]string {
@@ -929,7 +1011,7 @@ type OperationRecord struct {
 
 func (x *OperationRecord) Reset() {
 	*x = OperationRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[5]
+	mi := &file_berth_record_v1_record_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -941,7 +1023,7 @@ func (x *OperationRecord) String() string {
 func (*OperationRecord) ProtoMessage() {}
 
 func (x *OperationRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[5]
+	mi := &file_berth_record_v1_record_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -954,7 +1036,7 @@ func (x *OperationRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperationRecord.ProtoReflect.Descriptor instead.
 func (*OperationRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{5}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *OperationRecord) GetId() string {
@@ -1060,7 +1142,7 @@ type RequestRecord struct {
 
 func (x *RequestRecord) Reset() {
 	*x = RequestRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[6]
+	mi := &file_berth_record_v1_record_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1072,7 +1154,7 @@ func (x *RequestRecord) String() string {
 func (*RequestRecord) ProtoMessage() {}
 
 func (x *RequestRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[6]
+	mi := &file_berth_record_v1_record_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1085,7 +1167,7 @@ func (x *RequestRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestRecord.ProtoReflect.Descriptor instead.
 func (*RequestRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{6}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RequestRecord) GetBodyHash() []byte {
@@ -1134,7 +1216,7 @@ type SessionRecord struct {
 
 func (x *SessionRecord) Reset() {
 	*x = SessionRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[7]
+	mi := &file_berth_record_v1_record_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1146,7 +1228,7 @@ func (x *SessionRecord) String() string {
 func (*SessionRecord) ProtoMessage() {}
 
 func (x *SessionRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[7]
+	mi := &file_berth_record_v1_record_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1159,7 +1241,7 @@ func (x *SessionRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRecord.ProtoReflect.Descriptor instead.
 func (*SessionRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{7}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SessionRecord) GetSandboxId() string {
@@ -1192,7 +1274,7 @@ type EventRecord struct {
 
 func (x *EventRecord) Reset() {
 	*x = EventRecord{}
-	mi := &file_berth_record_v1_record_proto_msgTypes[8]
+	mi := &file_berth_record_v1_record_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1204,7 +1286,7 @@ func (x *EventRecord) String() string {
 func (*EventRecord) ProtoMessage() {}
 
 func (x *EventRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_record_v1_record_proto_msgTypes[8]
+	mi := &file_berth_record_v1_record_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1217,7 +1299,7 @@ func (x *EventRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventRecord.ProtoReflect.Descriptor instead.
 func (*EventRecord) Descriptor() ([]byte, []int) {
-	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{8}
+	return file_berth_record_v1_record_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *EventRecord) GetTime() *timestamppb.Timestamp {
@@ -1304,7 +1386,16 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\vexpire_time\x18\x13 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"expireTime\x12\x1f\n" +
 	"\vlease_epoch\x18\x14 \x01(\x04R\n" +
-	"leaseEpoch\"\xb1\x04\n" +
+	"leaseEpoch\"\x9f\x02\n" +
+	"\vMachineSpec\x12\x14\n" +
+	"\x05image\x18\x01 \x01(\tR\x05image\x12\x1c\n" +
+	"\tworkspace\x18\x02 \x01(\tR\tworkspace\x121\n" +
+	"\tresources\x18\x03 \x01(\v2\x13.berth.v1.ResourcesR\tresources\x12(\n" +
+	"\x06egress\x18\x04 \x01(\v2\x10.berth.v1.EgressR\x06egress\x12C\n" +
+	"\aoptions\x18\x05 \x03(\v2).berth.record.v1.MachineSpec.OptionsEntryR\aoptions\x1a:\n" +
+	"\fOptionsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc2\x04\n" +
 	"\rMachineRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1a\n" +
 	"\bprovider\x18\x02 \x01(\tR\bprovider\x12\x1d\n" +
@@ -1326,9 +1417,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\x12guest_capabilities\x18\r \x03(\tR\x11guestCapabilities\x12;\n" +
 	"\vcreate_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12\x12\n" +
-	"\x04pool\x18\x0f \x01(\tR\x04pool\x12\x1f\n" +
-	"\vlist_cursor\x18\x10 \x01(\x04R\n" +
-	"listCursor\"\x82\a\n" +
+	"\x04pool\x18\x0f \x01(\tR\x04pool\x120\n" +
+	"\x04spec\x18\x10 \x01(\v2\x1c.berth.record.v1.MachineSpecR\x04spec\"\x82\a\n" +
 	"\tJobRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
@@ -1441,68 +1531,76 @@ func file_berth_record_v1_record_proto_rawDescGZIP() []byte {
 }
 
 var file_berth_record_v1_record_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_berth_record_v1_record_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_berth_record_v1_record_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_berth_record_v1_record_proto_goTypes = []any{
 	(MachineState)(0),             // 0: berth.record.v1.MachineState
 	(OperationKind)(0),            // 1: berth.record.v1.OperationKind
 	(*SandboxRecord)(nil),         // 2: berth.record.v1.SandboxRecord
-	(*MachineRecord)(nil),         // 3: berth.record.v1.MachineRecord
-	(*JobRecord)(nil),             // 4: berth.record.v1.JobRecord
-	(*JobSecrets)(nil),            // 5: berth.record.v1.JobSecrets
-	(*SandboxSecrets)(nil),        // 6: berth.record.v1.SandboxSecrets
-	(*OperationRecord)(nil),       // 7: berth.record.v1.OperationRecord
-	(*RequestRecord)(nil),         // 8: berth.record.v1.RequestRecord
-	(*SessionRecord)(nil),         // 9: berth.record.v1.SessionRecord
-	(*EventRecord)(nil),           // 10: berth.record.v1.EventRecord
-	nil,                           // 11: berth.record.v1.JobSecrets.EnvEntry
-	nil,                           // 12: berth.record.v1.SandboxSecrets.EnvEntry
-	(v1.SandboxState)(0),          // 13: berth.v1.SandboxState
-	(*v1.SandboxSpec)(nil),        // 14: berth.v1.SandboxSpec
-	(v1.Isolation)(0),             // 15: berth.v1.Isolation
-	(*v1.Retention)(nil),          // 16: berth.v1.Retention
-	(*v1.Problem)(nil),            // 17: berth.v1.Problem
-	(*timestamppb.Timestamp)(nil), // 18: google.protobuf.Timestamp
-	(v1.JobState)(0),              // 19: berth.v1.JobState
-	(*v1.JobSpec)(nil),            // 20: berth.v1.JobSpec
-	(*v1.Outcome)(nil),            // 21: berth.v1.Outcome
-	(*v1.OutputFacts)(nil),        // 22: berth.v1.OutputFacts
+	(*MachineSpec)(nil),           // 3: berth.record.v1.MachineSpec
+	(*MachineRecord)(nil),         // 4: berth.record.v1.MachineRecord
+	(*JobRecord)(nil),             // 5: berth.record.v1.JobRecord
+	(*JobSecrets)(nil),            // 6: berth.record.v1.JobSecrets
+	(*SandboxSecrets)(nil),        // 7: berth.record.v1.SandboxSecrets
+	(*OperationRecord)(nil),       // 8: berth.record.v1.OperationRecord
+	(*RequestRecord)(nil),         // 9: berth.record.v1.RequestRecord
+	(*SessionRecord)(nil),         // 10: berth.record.v1.SessionRecord
+	(*EventRecord)(nil),           // 11: berth.record.v1.EventRecord
+	nil,                           // 12: berth.record.v1.MachineSpec.OptionsEntry
+	nil,                           // 13: berth.record.v1.JobSecrets.EnvEntry
+	nil,                           // 14: berth.record.v1.SandboxSecrets.EnvEntry
+	(v1.SandboxState)(0),          // 15: berth.v1.SandboxState
+	(*v1.SandboxSpec)(nil),        // 16: berth.v1.SandboxSpec
+	(v1.Isolation)(0),             // 17: berth.v1.Isolation
+	(*v1.Retention)(nil),          // 18: berth.v1.Retention
+	(*v1.Problem)(nil),            // 19: berth.v1.Problem
+	(*timestamppb.Timestamp)(nil), // 20: google.protobuf.Timestamp
+	(*v1.Resources)(nil),          // 21: berth.v1.Resources
+	(*v1.Egress)(nil),             // 22: berth.v1.Egress
+	(v1.JobState)(0),              // 23: berth.v1.JobState
+	(*v1.JobSpec)(nil),            // 24: berth.v1.JobSpec
+	(*v1.Outcome)(nil),            // 25: berth.v1.Outcome
+	(*v1.OutputFacts)(nil),        // 26: berth.v1.OutputFacts
 }
 var file_berth_record_v1_record_proto_depIdxs = []int32{
-	13, // 0: berth.record.v1.SandboxRecord.state:type_name -> berth.v1.SandboxState
-	14, // 1: berth.record.v1.SandboxRecord.spec:type_name -> berth.v1.SandboxSpec
-	15, // 2: berth.record.v1.SandboxRecord.isolation:type_name -> berth.v1.Isolation
-	16, // 3: berth.record.v1.SandboxRecord.retention:type_name -> berth.v1.Retention
-	17, // 4: berth.record.v1.SandboxRecord.last_error:type_name -> berth.v1.Problem
-	18, // 5: berth.record.v1.SandboxRecord.create_time:type_name -> google.protobuf.Timestamp
-	18, // 6: berth.record.v1.SandboxRecord.ready_time:type_name -> google.protobuf.Timestamp
-	18, // 7: berth.record.v1.SandboxRecord.destroy_time:type_name -> google.protobuf.Timestamp
-	18, // 8: berth.record.v1.SandboxRecord.last_activity_time:type_name -> google.protobuf.Timestamp
-	18, // 9: berth.record.v1.SandboxRecord.expire_time:type_name -> google.protobuf.Timestamp
-	0,  // 10: berth.record.v1.MachineRecord.state:type_name -> berth.record.v1.MachineState
-	18, // 11: berth.record.v1.MachineRecord.create_time:type_name -> google.protobuf.Timestamp
-	19, // 12: berth.record.v1.JobRecord.state:type_name -> berth.v1.JobState
-	20, // 13: berth.record.v1.JobRecord.spec:type_name -> berth.v1.JobSpec
-	21, // 14: berth.record.v1.JobRecord.outcome:type_name -> berth.v1.Outcome
-	22, // 15: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputFacts
-	22, // 16: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputFacts
-	18, // 17: berth.record.v1.JobRecord.create_time:type_name -> google.protobuf.Timestamp
-	18, // 18: berth.record.v1.JobRecord.start_time:type_name -> google.protobuf.Timestamp
-	18, // 19: berth.record.v1.JobRecord.end_time:type_name -> google.protobuf.Timestamp
-	18, // 20: berth.record.v1.JobRecord.start_deadline:type_name -> google.protobuf.Timestamp
-	18, // 21: berth.record.v1.JobRecord.done_time:type_name -> google.protobuf.Timestamp
-	11, // 22: berth.record.v1.JobSecrets.env:type_name -> berth.record.v1.JobSecrets.EnvEntry
-	12, // 23: berth.record.v1.SandboxSecrets.env:type_name -> berth.record.v1.SandboxSecrets.EnvEntry
-	1,  // 24: berth.record.v1.OperationRecord.kind:type_name -> berth.record.v1.OperationKind
-	18, // 25: berth.record.v1.OperationRecord.not_before:type_name -> google.protobuf.Timestamp
-	18, // 26: berth.record.v1.OperationRecord.create_time:type_name -> google.protobuf.Timestamp
-	17, // 27: berth.record.v1.OperationRecord.undoing:type_name -> berth.v1.Problem
-	18, // 28: berth.record.v1.RequestRecord.expire_time:type_name -> google.protobuf.Timestamp
-	18, // 29: berth.record.v1.EventRecord.time:type_name -> google.protobuf.Timestamp
-	30, // [30:30] is the sub-list for method output_type
-	30, // [30:30] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	15, // 0: berth.record.v1.SandboxRecord.state:type_name -> berth.v1.SandboxState
+	16, // 1: berth.record.v1.SandboxRecord.spec:type_name -> berth.v1.SandboxSpec
+	17, // 2: berth.record.v1.SandboxRecord.isolation:type_name -> berth.v1.Isolation
+	18, // 3: berth.record.v1.SandboxRecord.retention:type_name -> berth.v1.Retention
+	19, // 4: berth.record.v1.SandboxRecord.last_error:type_name -> berth.v1.Problem
+	20, // 5: berth.record.v1.SandboxRecord.create_time:type_name -> google.protobuf.Timestamp
+	20, // 6: berth.record.v1.SandboxRecord.ready_time:type_name -> google.protobuf.Timestamp
+	20, // 7: berth.record.v1.SandboxRecord.destroy_time:type_name -> google.protobuf.Timestamp
+	20, // 8: berth.record.v1.SandboxRecord.last_activity_time:type_name -> google.protobuf.Timestamp
+	20, // 9: berth.record.v1.SandboxRecord.expire_time:type_name -> google.protobuf.Timestamp
+	21, // 10: berth.record.v1.MachineSpec.resources:type_name -> berth.v1.Resources
+	22, // 11: berth.record.v1.MachineSpec.egress:type_name -> berth.v1.Egress
+	12, // 12: berth.record.v1.MachineSpec.options:type_name -> berth.record.v1.MachineSpec.OptionsEntry
+	0,  // 13: berth.record.v1.MachineRecord.state:type_name -> berth.record.v1.MachineState
+	20, // 14: berth.record.v1.MachineRecord.create_time:type_name -> google.protobuf.Timestamp
+	3,  // 15: berth.record.v1.MachineRecord.spec:type_name -> berth.record.v1.MachineSpec
+	23, // 16: berth.record.v1.JobRecord.state:type_name -> berth.v1.JobState
+	24, // 17: berth.record.v1.JobRecord.spec:type_name -> berth.v1.JobSpec
+	25, // 18: berth.record.v1.JobRecord.outcome:type_name -> berth.v1.Outcome
+	26, // 19: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputFacts
+	26, // 20: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputFacts
+	20, // 21: berth.record.v1.JobRecord.create_time:type_name -> google.protobuf.Timestamp
+	20, // 22: berth.record.v1.JobRecord.start_time:type_name -> google.protobuf.Timestamp
+	20, // 23: berth.record.v1.JobRecord.end_time:type_name -> google.protobuf.Timestamp
+	20, // 24: berth.record.v1.JobRecord.start_deadline:type_name -> google.protobuf.Timestamp
+	20, // 25: berth.record.v1.JobRecord.done_time:type_name -> google.protobuf.Timestamp
+	13, // 26: berth.record.v1.JobSecrets.env:type_name -> berth.record.v1.JobSecrets.EnvEntry
+	14, // 27: berth.record.v1.SandboxSecrets.env:type_name -> berth.record.v1.SandboxSecrets.EnvEntry
+	1,  // 28: berth.record.v1.OperationRecord.kind:type_name -> berth.record.v1.OperationKind
+	20, // 29: berth.record.v1.OperationRecord.not_before:type_name -> google.protobuf.Timestamp
+	20, // 30: berth.record.v1.OperationRecord.create_time:type_name -> google.protobuf.Timestamp
+	19, // 31: berth.record.v1.OperationRecord.undoing:type_name -> berth.v1.Problem
+	20, // 32: berth.record.v1.RequestRecord.expire_time:type_name -> google.protobuf.Timestamp
+	20, // 33: berth.record.v1.EventRecord.time:type_name -> google.protobuf.Timestamp
+	34, // [34:34] is the sub-list for method output_type
+	34, // [34:34] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_berth_record_v1_record_proto_init() }
@@ -1516,7 +1614,7 @@ func file_berth_record_v1_record_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_berth_record_v1_record_proto_rawDesc), len(file_berth_record_v1_record_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   11,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

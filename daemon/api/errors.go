@@ -1,0 +1,114 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/protoadapt"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/daemon/fault"
+)
+
+// Domain is the ErrorInfo domain of every error of this API.
+const Domain = "berth.v1"
+
+// maxDetail bounds an error's message and each metadata value, so that no detail passes 4 KiB.
+const maxDetail = 2 << 10
+
+// code maps each kind to one gRPC code.
+var code = map[fault.Kind]codes.Code{
+	fault.KindInternal:         codes.Internal,
+	fault.KindInvalid:          codes.InvalidArgument,
+	fault.KindNotFound:         codes.NotFound,
+	fault.KindAlreadyExists:    codes.AlreadyExists,
+	fault.KindPrecondition:     codes.FailedPrecondition,
+	fault.KindAborted:          codes.Aborted,
+	fault.KindUnavailable:      codes.Unavailable,
+	fault.KindExhausted:        codes.ResourceExhausted,
+	fault.KindOutOfRange:       codes.OutOfRange,
+	fault.KindUnauthenticated:  codes.Unauthenticated,
+	fault.KindPermissionDenied: codes.PermissionDenied,
+}
+
+// toStatus says in gRPC's words what went wrong.
+func toStatus(err error) *status.Status {
+	var known *fault.Error
+	switch {
+	case errors.As(err, &known):
+		return detailed(known, err)
+	case errors.Is(err, context.Canceled):
+		return status.New(codes.Canceled, cut(err.Error()))
+	case errors.Is(err, context.DeadlineExceeded):
+		return status.New(codes.DeadlineExceeded, cut(err.Error()))
+	}
+	if s, ok := status.FromError(err); ok {
+		return s
+	}
+	return detailed(fault.New(fault.Internal, "%w", err), err)
+}
+
+func detailed(known *fault.Error, err error) *status.Status {
+	metadata := map[string]string{}
+	for key, value := range known.Metadata {
+		metadata[key] = cut(value)
+	}
+	details := []protoadapt.MessageV1{
+		protoadapt.MessageV1Of(&errdetails.ErrorInfo{Domain: Domain, Reason: string(known.Reason), Metadata: metadata}),
+	}
+	if len(known.Fields) > 0 {
+		bad := &errdetails.BadRequest{}
+		for _, field := range known.Fields {
+			bad.FieldViolations = append(bad.FieldViolations, &errdetails.BadRequest_FieldViolation{
+				Field: cut(field.Path), Description: cut(field.Description), Reason: string(known.Reason),
+			})
+		}
+		details = append(details, protoadapt.MessageV1Of(bad))
+	}
+	switch {
+	case known.RetryAfter > 0:
+		details = append(details, protoadapt.MessageV1Of(&errdetails.RetryInfo{RetryDelay: durationpb.New(known.RetryAfter)}))
+	case known.Kind() == fault.KindPrecondition:
+		details = append(details, protoadapt.MessageV1Of(&errdetails.PreconditionFailure{
+			Violations: []*errdetails.PreconditionFailure_Violation{{
+				Type: string(known.Reason), Subject: subject(metadata), Description: cut(known.Message),
+			}},
+		}))
+	}
+	plain := status.New(code[known.Kind()], cut(err.Error()))
+	if full, err := plain.WithDetails(details...); err == nil {
+		return full
+	}
+	return plain
+}
+
+// subject names what a precondition is about.
+func subject(metadata map[string]string) string {
+	for _, key := range []string{"sandbox_id", "job_id", "provider", "tool"} {
+		if metadata[key] != "" {
+			return key + "/" + metadata[key]
+		}
+	}
+	return ""
+}
+
+func cut(text string) string {
+	if len(text) > maxDetail {
+		return text[:maxDetail] + "…"
+	}
+	return text
+}
+
+// logFailure logs the broker's own failures as such, and everybody else's quietly.
+func logFailure(log *slog.Logger, method string, mapped *status.Status, err error, took time.Duration) {
+	level := slog.LevelDebug
+	if mapped.Code() == codes.Internal {
+		level = slog.LevelError
+	}
+	log.Log(context.Background(), level, "call failed", "method", method, "code", mapped.Code(), "error", err, "took", took)
+}

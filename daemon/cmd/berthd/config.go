@@ -1,0 +1,217 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+)
+
+// build is the version, set by the linker; without it the module's own is used.
+var build string
+
+// defaultRetention is how long receipts and ended sandboxes are kept.
+const defaultRetention = 7 * 24 * time.Hour
+
+// maxSocketPath is the kernel's limit (sizeof sockaddr_un.sun_path, less the closing NUL).
+const maxSocketPath = 107
+
+// config is what the daemon may be told, by flags or by a file in YAML with the same names.
+type config struct {
+	State     string        `yaml:"state"`
+	Run       string        `yaml:"run"`
+	Listen    []string      `yaml:"listen"`
+	Providers []string      `yaml:"provider"`
+	Guest     string        `yaml:"guest"`
+	LogFormat string        `yaml:"log-format"`
+	LogLevel  string        `yaml:"log-level"`
+	Retention time.Duration `yaml:"retention"`
+	file      string
+}
+
+// bind declares the flags.
+func bind(cmd *cobra.Command, c *config) {
+	flags := cmd.Flags()
+	flags.StringVar(&c.State, "state", "", "directory of the ledger, the key and kept output (default $BERTH_STATE, else "+defaultState()+")")
+	flags.StringVar(&c.Run, "run", "", "short directory for sockets (default "+defaultRun()+")")
+	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://loopback:port; may be repeated (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
+	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local)")
+	flags.StringVar(&c.Guest, "guest", "", "the berth-guest program (default: next to berthd)")
+	flags.StringVar(&c.file, "config", "", "YAML file with these same names; flags win over it")
+	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
+	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
+	flags.DurationVar(&c.Retention, "retention", defaultRetention, "how long receipts and ended sandboxes are kept")
+	complete := func(values ...string) func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+		return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
+	}
+	for name, values := range map[string][]string{
+		"provider": providerNames(), "log-format": {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
+	} {
+		if err := cmd.RegisterFlagCompletionFunc(name, complete(values...)); err != nil {
+			panic(err) // a flag of another name: a defect that the first start shows
+		}
+	}
+}
+
+// resolve joins flags, file and defaults, and refuses what makes no sense.
+func resolve(cmd *cobra.Command, flags config) (config, error) {
+	c := flags
+	if flags.file != "" {
+		fromFile := flags
+		if err := readConfig(flags.file, &fromFile); err != nil {
+			return c, err
+		}
+		c = override(cmd, fromFile, flags)
+	}
+	if c.State == "" {
+		c.State = defaultState()
+		if fromEnv := os.Getenv("BERTH_STATE"); fromEnv != "" {
+			c.State = fromEnv
+		}
+	}
+	if c.Run == "" {
+		c.Run = defaultRun()
+	}
+	if len(c.Listen) == 0 {
+		c.Listen = []string{"unix://" + filepath.Join(c.Run, "berthd.sock")}
+	}
+	if len(c.Providers) == 0 {
+		c.Providers = []string{"local"}
+	}
+	return c, c.check()
+}
+
+// readConfig reads a file over c. A name that is not known is an error: a typo must not be ignored.
+func readConfig(path string, c *config) error {
+	data, err := os.ReadFile(path) //nolint:gosec // the file that the operator names
+	if err != nil {
+		return fmt.Errorf("--config: %w", err)
+	}
+	decoder := yaml.NewDecoder(bytes.NewReader(data))
+	decoder.KnownFields(true)
+	if err := decoder.Decode(c); err != nil && err != io.EOF { //nolint:errorlint // Decode returns it bare
+		return fmt.Errorf("--config %s: %w", path, err)
+	}
+	return nil
+}
+
+// override lets the flags that were given win over the file.
+func override(cmd *cobra.Command, c, flags config) config {
+	given := cmd.Flags().Changed
+	for name, take := range map[string]func(){
+		"state": func() { c.State = flags.State }, "run": func() { c.Run = flags.Run },
+		"listen": func() { c.Listen = flags.Listen }, "provider": func() { c.Providers = flags.Providers },
+		"guest": func() { c.Guest = flags.Guest }, "log-format": func() { c.LogFormat = flags.LogFormat },
+		"log-level": func() { c.LogLevel = flags.LogLevel }, "retention": func() { c.Retention = flags.Retention },
+	} {
+		if given(name) {
+			take()
+		}
+	}
+	return c
+}
+
+func (c config) check() error {
+	if c.LogFormat != "text" && c.LogFormat != "json" {
+		return fmt.Errorf("--log-format: %q is not text or json", c.LogFormat)
+	}
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
+		return fmt.Errorf("--log-level: %q is not debug, info, warn or error", c.LogLevel)
+	}
+	if c.Retention < time.Hour {
+		return fmt.Errorf("--retention: %s is too short: at least 1h, or a client may never see its receipt", c.Retention)
+	}
+	for i, name := range c.Providers {
+		if !slices.Contains(providerNames(), name) {
+			return fmt.Errorf("--provider: there is no provider %q (this build has %s)", name, strings.Join(providerNames(), ", "))
+		}
+		if slices.Contains(c.Providers[:i], name) {
+			return fmt.Errorf("--provider: %q is named twice", name)
+		}
+	}
+	for _, address := range c.Listen {
+		if err := checkAddress(address); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkAddress refuses an address that can't be served safely.
+func checkAddress(address string) error {
+	if path, ok := strings.CutPrefix(address, "unix://"); ok {
+		switch {
+		case !filepath.IsAbs(path):
+			return fmt.Errorf("--listen: %q is not an absolute path (write unix:///path)", address)
+		case len(path) > maxSocketPath:
+			return fmt.Errorf("--listen: the socket path %s has %d bytes, and the kernel's limit is %d: choose a shorter one", path, len(path), maxSocketPath)
+		}
+		return nil
+	}
+	hostPort, ok := strings.CutPrefix(address, "tcp://")
+	if !ok {
+		return fmt.Errorf("--listen: %q is neither unix:///path nor tcp://host:port", address)
+	}
+	host, port, err := net.SplitHostPort(hostPort)
+	if err != nil {
+		return fmt.Errorf("--listen: %q: %w (write tcp://host:port)", address, err)
+	}
+	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
+		return fmt.Errorf("--listen: %q: %q is not a port", address, port)
+	}
+	if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+		return fmt.Errorf("--listen: %q is beyond loopback, where this build has neither TLS nor authentication: use 127.0.0.1, [::1] or a unix socket, and a tunnel to reach it", address)
+	}
+	return nil
+}
+
+func defaultState() string {
+	if os.Geteuid() == 0 {
+		return "/var/lib/berth"
+	}
+	if dir := os.Getenv("XDG_STATE_HOME"); dir != "" {
+		return filepath.Join(dir, "berth")
+	}
+	home, err := os.UserHomeDir()
+	if err != nil {
+		return filepath.Join(os.TempDir(), fmt.Sprintf("berth-%d", os.Geteuid()), "state")
+	}
+	return filepath.Join(home, ".local", "state", "berth")
+}
+
+// defaultRun must be the same as the client's default address.
+func defaultRun() string {
+	if os.Geteuid() == 0 {
+		return "/run/berth"
+	}
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); dir != "" {
+		return filepath.Join(dir, "berth")
+	}
+	return fmt.Sprintf("/tmp/berth-%d", os.Geteuid())
+}
+
+// version names this build.
+func version() string {
+	if build != "" {
+		return build
+	}
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "(devel)"
+}
+
+func platform() string { return runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH }

@@ -1,0 +1,234 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/health"
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/berth-sandbox/berth/daemon/api"
+	"github.com/berth-sandbox/berth/daemon/guestlink"
+	"github.com/berth-sandbox/berth/daemon/jobs"
+	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/reconcile"
+	"github.com/berth-sandbox/berth/daemon/store"
+	"github.com/berth-sandbox/berth/daemon/vault"
+	"github.com/berth-sandbox/berth/daemon/workspace"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// Tuning.
+const (
+	drainTimeout  = 10 * time.Second // for calls in progress at SIGTERM
+	keepaliveTime = 30 * time.Second // a client that is gone without a word is noticed
+	keepaliveMost = 10 * time.Second
+	clientPingMin = 5 * time.Second // a client may ping this often
+	maxMessage    = 4<<20 + 64<<10  // the largest request: 2 MiB of argv, 1 MiB of environment, 1 MiB of stdin
+)
+
+// serve runs the daemon until the context ends.
+func serve(ctx context.Context, c config, stdout, stderr io.Writer) error {
+	log := newLog(c, stderr)
+	guest, err := findGuest(c.Guest, runtime.GOARCH)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(c.State, 0o700); err != nil {
+		return fmt.Errorf("--state: the state directory %s cannot be made: %w", c.State, err)
+	}
+	ledger, err := store.Open(filepath.Join(c.State, "ledger.db"), store.Options{Log: log})
+	if err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	d := &daemon{config: c, log: log, ledger: ledger, started: time.Now()}
+	err = d.run(ctx, guest, stdout)
+	return errors.Join(err, ledger.Close())
+}
+
+func newLog(c config, stderr io.Writer) *slog.Logger {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
+		level = slog.LevelInfo
+	}
+	options := &slog.HandlerOptions{Level: level}
+	if c.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(stderr, options))
+	}
+	return slog.New(slog.NewTextHandler(stderr, options))
+}
+
+// daemon is the rooms, wired.
+type daemon struct {
+	config  config
+	log     *slog.Logger
+	ledger  *store.Store
+	started time.Time
+
+	links     *guestlink.Links
+	sandboxes *lifecycle.Service
+	jobs      *jobs.Service
+	reconcile *reconcile.Service
+}
+
+// run wires the rooms, serves, and takes everything down again in the order in which it depends on
+// one another.
+func (d *daemon) run(ctx context.Context, guest func(string) (string, error), stdout io.Writer) error {
+	keys, err := vault.Open(d.config.State)
+	if err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	if err := d.sameKey(ctx, keys); err != nil {
+		return err
+	}
+	sockets := filepath.Join(d.config.Run, d.ledger.Instance()[:8])
+	if err := os.MkdirAll(sockets, 0o700); err != nil {
+		return fmt.Errorf("--run: the directory for sockets %s cannot be made: %w", sockets, err)
+	}
+	defer func() { _ = os.Remove(sockets) }() // goes when no machine has a socket in it
+	listeners, err := listen(ctx, d.config.Listen)
+	if err != nil {
+		return err
+	}
+	defer listeners.close()
+
+	started := startProviders(d.config.Providers, machinery{
+		state: d.config.State, brokerID: d.ledger.Instance(), guest: guest, log: d.log,
+	})
+	if err := d.wire(keys, started, sockets); err != nil {
+		return err
+	}
+	serveErr := d.serve(ctx, keys, listeners, stdout)
+	d.sandboxes.Close()
+	d.jobs.Close()
+	d.links.Close()
+	return errors.Join(serveErr, closeProviders(started))
+}
+
+// sameKey refuses a key that is not the one the ledger was made with: its secrets could not be opened.
+func (d *daemon) sameKey(ctx context.Context, keys *vault.Vault) error {
+	known, err := d.ledger.KeyFingerprint()
+	if err != nil {
+		return err
+	}
+	switch known {
+	case keys.Fingerprint():
+		return nil
+	case "":
+		return d.ledger.SetKeyFingerprint(ctx, keys.Fingerprint())
+	default:
+		return fmt.Errorf("--state: the key in %s is not the one that its ledger was made with: restore the file `key` that belongs to it", d.config.State)
+	}
+}
+
+func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets string) error {
+	d.links = guestlink.New(guestlink.Options{Build: version(), Log: d.log, Events: guestlink.Events{
+		Up:   func(machineID string, hello *guestv1.HelloResponse) { d.jobs.Follow(machineID, hello) },
+		Down: func(machineID string, _ error) { d.jobs.Unfollow(machineID); d.reconcile.Kick() },
+	}})
+	d.sandboxes = lifecycle.New(lifecycle.Options{
+		Store: d.ledger, Vault: keys, Links: d.links, Providers: started, SocketDir: sockets, Log: d.log,
+	})
+	var err error
+	d.jobs, err = jobs.New(jobs.Options{
+		Store: d.ledger, Vault: keys, Links: d.links, Sandboxes: d.sandboxes,
+		OutputDir: filepath.Join(d.config.State, "output"), Log: d.log,
+	})
+	if err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	d.sandboxes.SetHooks(lifecycle.Hooks{
+		PrepareWorkspace: workspace.Preparer{Links: d.links, Environment: d.sandboxes.Environment}.Prepare,
+		SettleJobs:       d.jobs.SettleJobs, LoseJobs: d.jobs.LoseJobs, JobsEnded: d.jobs.JobsEnded,
+	})
+	d.reconcile = reconcile.New(reconcile.Options{
+		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,
+		Now: time.Now, Retention: d.config.Retention,
+	})
+	return nil
+}
+
+// serve recovers, answers calls until the context ends, and drains.
+func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listeners, stdout io.Writer) error {
+	server := grpc.NewServer(
+		grpc.MaxRecvMsgSize(maxMessage),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveMost}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: clientPingMin, PermitWithoutStream: true}),
+		grpc.UnaryInterceptor(api.Interceptor(d.log)),
+	)
+	api.Register(server, api.Options{
+		Sandboxes: d.sandboxes, Jobs: d.jobs, Reconcile: d.reconcile, Hasher: keys, HashVersion: vault.HashVersion,
+		Info: d.info, Log: d.log,
+	})
+	reflection.Register(server)
+	healthy := health.NewServer()
+	healthv1.RegisterHealthServer(server, healthy)
+
+	if err := d.reconcile.Start(); err != nil {
+		return err
+	}
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	var working sync.WaitGroup
+	defer working.Wait()
+	defer stop()
+	working.Go(func() { d.reconcile.Run(background) })
+
+	failed := listeners.serve(server)
+	if _, err := fmt.Fprintf(stdout, "berthd: ready on %s\n", listeners); err != nil {
+		d.log.Warn("cannot say that it is ready", "error", err)
+	}
+	notify(d.log, "READY=1")
+	var err error
+	select {
+	case <-ctx.Done():
+		d.log.Info("stopping: machines and jobs go on")
+	case err = <-failed:
+	}
+	notify(d.log, "STOPPING=1")
+	healthy.Shutdown()
+	d.jobs.Drain()
+	d.sandboxes.Drain()
+	stopServer(server)
+	return err
+}
+
+// stopServer lets calls in progress end, up to a point.
+func stopServer(server *grpc.Server) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		server.GracefulStop()
+	}()
+	timer := time.NewTimer(drainTimeout)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+		server.Stop()
+		<-done
+	}
+}
+
+// info is what this process knows of itself.
+func (d *daemon) info() *berthv1.GetInfoResponse {
+	return &berthv1.GetInfoResponse{
+		Version: version(), InstanceId: d.ledger.Instance(), StartTime: timestamppb.New(d.started),
+		Revision: d.ledger.Revision(), SchemaVersion: d.ledger.Schema(), LedgerBytes: uint64(max(d.ledger.SizeBytes(), 0)), //nolint:gosec // not negative
+		StateDir: d.config.State, Platform: platform(), RecoveringMachines: uint32(d.links.Silent()), //nolint:gosec // a count
+		ResidentBytes: resident(),
+	}
+}

@@ -1,0 +1,97 @@
+package jobs
+
+import (
+	"fmt"
+	"maps"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// Bounds on what a guest may say: a machine's root can forge anything its guest says.
+const (
+	maxGuestText      = 4 << 10
+	maxSurvivors      = 1000
+	maxClockAheadOfUs = 24 * time.Hour // a machine's clock may be off, but not without bounds
+)
+
+// command is what the guest is to run: the sandbox's environment, then the job's, secrets included,
+// and every default filled in.
+func (s *Service) command(sandbox *recordv1.SandboxRecord, spec *berthv1.JobSpec, secrets *recordv1.JobSecrets) (*guestv1.Command, error) {
+	env, err := s.opts.Sandboxes.Environment(sandbox)
+	if err != nil {
+		return nil, err
+	}
+	maps.Copy(env, spec.GetEnv())
+	maps.Copy(env, secrets.GetEnv())
+	command := &guestv1.Command{
+		Argv: spec.GetArgv(), Shell: spec.GetShell(), Cwd: spec.GetCwd(), Env: env, User: spec.GetUser(),
+		Tty: spec.GetTty(), MergeStderr: spec.GetMergeStderr(), Timeout: spec.GetTimeout(),
+		KillGrace: spec.GetKillGrace(), OutputLimitBytes: spec.GetOutputLimitBytes(),
+	}
+	if command.GetKillGrace() == nil {
+		command.KillGrace = durationpb.New(DefaultKillGrace)
+	}
+	if command.GetOutputLimitBytes() == 0 {
+		command.OutputLimitBytes = DefaultOutputLimit
+	}
+	switch {
+	case spec.GetStdin().GetOpen():
+		command.Stdin = &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}
+	case len(secrets.GetStdin()) > 0:
+		command.Stdin = &berthv1.Stdin{Source: &berthv1.Stdin_Data{Data: secrets.GetStdin()}}
+	}
+	return command, nil
+}
+
+// secrets opens what was sealed with a job.
+func (s *Service) secrets(job *recordv1.JobRecord) (*recordv1.JobSecrets, error) {
+	secrets := &recordv1.JobSecrets{}
+	if len(job.GetSealedSecrets()) == 0 {
+		return secrets, nil
+	}
+	plain, err := s.opts.Vault.Unseal(job.GetId(), job.GetSealedSecrets())
+	if err != nil {
+		return nil, fmt.Errorf("open the secrets of job %s: %w", job.GetId(), err)
+	}
+	return secrets, proto.Unmarshal(plain, secrets)
+}
+
+// boundedOutcome is a guest's outcome within the bounds of what an outcome can be.
+func boundedOutcome(from *berthv1.Outcome) *berthv1.Outcome {
+	outcome := proto.CloneOf(from)
+	outcome.Reason = boundedText(outcome.GetReason())
+	if len(outcome.GetSurvivors()) > maxSurvivors {
+		outcome.Survivors = outcome.GetSurvivors()[:maxSurvivors]
+	}
+	if code := outcome.GetExitCode(); code < 0 || code > 255 || outcome.GetCause() == berthv1.Cause_CAUSE_LOST {
+		outcome.ExitCode = nil
+	}
+	if outcome.GetCause() == berthv1.Cause_CAUSE_UNSPECIFIED {
+		return lost("guest_confused: the guest gave an outcome without a cause")
+	}
+	return outcome
+}
+
+// boundedTime is a guest's time, unless it is beyond what a clock that is off can be.
+func boundedTime(from *timestamppb.Timestamp, now time.Time) *timestamppb.Timestamp {
+	if from == nil || !from.IsValid() || from.AsTime().After(now.Add(maxClockAheadOfUs)) {
+		return nil
+	}
+	return from
+}
+
+func boundedText(text string) string {
+	text = strings.ToValidUTF8(text, "\uFFFD")
+	if len(text) > maxGuestText {
+		return strings.ToValidUTF8(text[:maxGuestText], "") + "…"
+	}
+	return text
+}

@@ -1,0 +1,308 @@
+package jobs
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/berth-sandbox/berth/daemon/guestlink"
+	"github.com/berth-sandbox/berth/daemon/store"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// Tuning.
+const (
+	listWait      = 30 * time.Second // one long poll for a machine's job changes
+	listLimit     = 500              // statuses an answer: far below the message limit
+	homeAtOnce    = 8                // receipts brought home at once a machine: they share commits
+	followRetry   = time.Second      // after an error that is not the link's
+	attachedPolls = 10 * time.Second // one wait for a leftover attached command
+)
+
+// follower follows the jobs of one machine's guest, for as long as one connection lasts.
+type follower struct {
+	cancel context.CancelFunc
+	done   chan struct{}
+}
+
+// Follow begins to follow a machine's jobs; call it when a connection to its guest was opened. It
+// first takes stock of every job that the guest knows and settles what the ledger has open, and then
+// takes each change as it comes.
+func (s *Service) Follow(machineID string, hello *guestv1.HelloResponse) {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return
+	}
+	before := s.followers[machineID]
+	ctx, cancel := context.WithCancel(s.ctx)
+	f := &follower{cancel: cancel, done: make(chan struct{})}
+	s.followers[machineID] = f
+	s.wg.Add(1)
+	s.mu.Unlock()
+	go func() {
+		defer s.wg.Done()
+		defer close(f.done)
+		defer cancel()
+		if before != nil {
+			before.cancel()
+			<-before.done
+		}
+		s.follow(ctx, machineID, hello)
+	}()
+}
+
+// Unfollow ends the follower of a machine whose connection is gone.
+func (s *Service) Unfollow(machineID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if f := s.followers[machineID]; f != nil {
+		f.cancel()
+		delete(s.followers, machineID)
+	}
+}
+
+func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.HelloResponse) {
+	log := s.opts.Log.With("machine", machineID)
+	for ctx.Err() == nil {
+		if _, err := s.opts.Sandboxes.BootChanged(ctx, machineID, hello); err == nil {
+			break
+		} else if ctx.Err() == nil {
+			log.Warn("cannot record the guest's boot", "error", err)
+			pause(ctx, followRetry)
+		}
+	}
+	request := &guestv1.ListRequest{Limit: listLimit} // everything, attached commands included
+	known := map[string]bool{}
+	for ctx.Err() == nil {
+		response, err := s.list(ctx, machineID, request)
+		if err != nil {
+			if ctx.Err() == nil {
+				log.Debug("cannot list the guest's jobs", "error", err)
+				pause(ctx, followRetry)
+			}
+			continue
+		}
+		if response.GetBootId() != hello.GetBootId() {
+			return // the next connection's follower takes over
+		}
+		s.takeAll(ctx, machineID, response.GetStatuses())
+		request.SinceCursor = response.GetNextCursor()
+		if known == nil || response.GetMore() {
+			note(known, response)
+			continue
+		}
+		note(known, response)
+		s.settleOpen(ctx, machineID, hello, known)
+		known = nil
+		request.Wait, request.DurableOnly = durationpb.New(listWait), true
+	}
+}
+
+func note(known map[string]bool, response *guestv1.ListResponse) {
+	if known == nil {
+		return
+	}
+	for _, status := range response.GetStatuses() {
+		known[status.GetJobId()] = true
+	}
+}
+
+func (s *Service) list(ctx context.Context, machineID string, request *guestv1.ListRequest) (*guestv1.ListResponse, error) {
+	var response *guestv1.ListResponse
+	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
+		response, err = guest.List(ctx, request)
+		return err
+	})
+	return response, err
+}
+
+// takeAll takes statuses, several at once, and returns when all are taken.
+func (s *Service) takeAll(ctx context.Context, machineID string, statuses []*guestv1.Status) {
+	var group errgroup.Group
+	group.SetLimit(homeAtOnce)
+	for _, status := range statuses {
+		group.Go(func() error {
+			if err := s.take(ctx, machineID, status); err != nil && ctx.Err() == nil {
+				s.opts.Log.Warn("cannot take a job's change; it is taken again at the next connection or change",
+					"machine", machineID, "job", status.GetJobId(), "error", err)
+			}
+			return nil
+		})
+	}
+	_ = group.Wait()
+}
+
+// take brings the ledger up to what a guest says of one job.
+func (s *Service) take(ctx context.Context, machineID string, status *guestv1.Status) error {
+	job, err := s.adopt(ctx, machineID, status)
+	if err != nil || job == nil {
+		return err
+	}
+	switch {
+	case status.GetDone():
+		_, err = s.bringHome(ctx, machineID, status)
+		return err
+	case isDone(job):
+		return nil // the ledger's word is final
+	case !hasBegun(job):
+		s.recordRunning(ctx, status)
+	}
+	if !status.GetDurable() {
+		s.spawn(func() { s.await(s.ctx, machineID, job.GetId()) })
+		return nil
+	}
+	return s.copyHead(ctx, machineID, job, status)
+}
+
+// adopt returns the ledger's record of a job that a guest names. A command that was attached, and
+// so was not written down before it began, gets its record now. Nil: it is none of this machine's.
+func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.Status) (*recordv1.JobRecord, error) {
+	job, err := s.job(status.GetJobId())
+	if err == nil && job.GetMachineId() == machineID {
+		return job, nil
+	}
+	if !validJobID(status.GetJobId()) {
+		return nil, nil // the broker's own, such as the clone of a repository
+	}
+	if err == nil {
+		s.opts.Log.Warn("a guest names a job of another machine; ignored", "machine", machineID, "job", job.GetId())
+		return nil, nil
+	}
+	err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+		job, err = tx.Job(status.GetJobId())
+		if err != nil || job != nil {
+			return err
+		}
+		machine, err := tx.Machine(machineID)
+		if err != nil || machine == nil {
+			return err
+		}
+		job = &recordv1.JobRecord{
+			Id: status.GetJobId(), Namespace: machine.GetNamespace(), SandboxId: machine.GetSandboxId(), MachineId: machineID,
+			Generation: status.GetGeneration(), BootId: boundedText(status.GetBootId()),
+			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{},
+			CreateTime: timestamppb.New(s.opts.Now()), StartTime: boundedTime(status.GetStartTime(), s.opts.Now()),
+		}
+		return tx.PutJob(job, "job.found", "an attached command of before the broker's restart")
+	})
+	if err != nil || job.GetMachineId() != machineID {
+		return nil, err
+	}
+	return job, nil
+}
+
+// await waits for a leftover attached command to end, and brings its outcome home.
+func (s *Service) await(ctx context.Context, machineID, jobID string) {
+	for ctx.Err() == nil {
+		status, err := s.waitInGuest(ctx, machineID, jobID, attachedPolls)
+		if err != nil {
+			return // the next connection takes stock again
+		}
+		if status.GetDone() {
+			if _, err := s.bringHome(ctx, machineID, status); err != nil && ctx.Err() == nil {
+				s.opts.Log.Warn("cannot record an attached command's outcome", "job", jobID, "error", err)
+			}
+			return
+		}
+	}
+}
+
+func (s *Service) waitInGuest(ctx context.Context, machineID, jobID string, wait time.Duration) (*guestv1.Status, error) {
+	var status *guestv1.Status
+	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+		response, err := guest.Wait(ctx, &guestv1.WaitRequest{JobId: jobID, Wait: durationpb.New(wait)})
+		status = response.GetStatus()
+		return err
+	})
+	return status, err
+}
+
+// settleOpen settles the jobs that the ledger has open and that the guest did not name: those it
+// never began are started if that is still right, and end as expired or lost if not.
+func (s *Service) settleOpen(ctx context.Context, machineID string, hello *guestv1.HelloResponse, known map[string]bool) {
+	var open []*recordv1.JobRecord
+	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
+		open, err = tx.OpenJobs(machineID)
+		return err
+	})
+	if err != nil {
+		s.opts.Log.Error("cannot read a machine's open jobs", "machine", machineID, "error", err)
+		return
+	}
+	for _, job := range open {
+		if ctx.Err() != nil {
+			return
+		}
+		if known[job.GetId()] || s.isBeginning(job.GetId()) {
+			continue
+		}
+		if err := s.settle(ctx, machineID, hello, job); err != nil && ctx.Err() == nil {
+			s.opts.Log.Warn("cannot settle an open job; it is tried again at the next connection", "job", job.GetId(), "error", err)
+		}
+	}
+}
+
+func (s *Service) settle(ctx context.Context, machineID string, hello *guestv1.HelloResponse, job *recordv1.JobRecord) error {
+	status, err := s.waitInGuest(ctx, machineID, job.GetId(), 0)
+	if err == nil {
+		return s.take(ctx, machineID, status)
+	}
+	if !errors.Is(err, guestlink.ErrNoJob) {
+		return err
+	}
+	sameBoot := job.GetBootId() == hello.GetBootId()
+	switch {
+	case hasBegun(job) || !sameBoot:
+		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
+			s.close(job, lost("guest_restarted: the machine's guest has no record of it"))
+		})
+	case s.opts.Now().After(job.GetStartDeadline().AsTime()):
+		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
+			s.close(job, &berthv1.Outcome{
+				Cause:  berthv1.Cause_CAUSE_FAILED_TO_START,
+				Reason: "expired: the broker was away until after the job's start_deadline, so it was not started",
+			})
+		})
+	default:
+		err = s.beginAgain(job)
+	}
+	return err
+}
+
+// beginAgain begins a job that was reserved before a crash and that its guest has not begun.
+func (s *Service) beginAgain(job *recordv1.JobRecord) error {
+	secrets, err := s.secrets(job)
+	if err != nil {
+		return err
+	}
+	s.setBeginning(job.GetId(), true)
+	if !s.spawn(func() {
+		s.begin(s.ctx, job, secrets, func(_ *recordv1.JobRecord, err error) {
+			if err != nil && s.ctx.Err() == nil {
+				s.opts.Log.Warn("cannot start a reserved job", "job", job.GetId(), "error", err)
+			}
+		})
+	}) {
+		s.setBeginning(job.GetId(), false)
+	}
+	return nil
+}
+
+// pause waits and reports whether the context still holds.
+func pause(ctx context.Context, wait time.Duration) bool {
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

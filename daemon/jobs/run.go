@@ -1,0 +1,200 @@
+package jobs
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/daemon/guestlink"
+	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/store"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// linkGrace is how long a guest lets an attached command run on when the connection to the broker
+// breaks: long enough for a redial, short enough that nothing runs on for a broker that is gone.
+const linkGrace = 10 * time.Second
+
+// stopTimeout bounds the stop of a command whose caller went away, beyond its own grace.
+const stopTimeout = 30 * time.Second
+
+// Ran is a command that was run: its record, and as much of its output as was asked for.
+type Ran struct {
+	Job            *recordv1.JobRecord
+	Stdout, Stderr *guestv1.Output
+}
+
+// Run runs a command and waits for it. With a request id it is recorded beforehand and goes on
+// without its caller; without one only its guest knows it, its record is written behind, and it is
+// stopped when the caller goes away.
+func (s *Service) Run(ctx context.Context, call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec, maxOutput uint64) (*Ran, error) {
+	s.touch(sandboxID)
+	if call.RequestID != "" {
+		return s.runRecorded(ctx, call, sandboxID, spec, maxOutput)
+	}
+	return s.runAttached(ctx, call, sandboxID, spec, maxOutput)
+}
+
+func (s *Service) runRecorded(ctx context.Context, call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec, maxOutput uint64) (*Ran, error) {
+	job, err := s.reserveAndBegin(ctx, call, sandboxID, spec, false)
+	if err != nil {
+		return nil, err
+	}
+	if job, err = s.until(ctx, job.GetId(), isDone); err != nil {
+		return nil, err
+	}
+	return s.fromReceipt(job, maxOutput)
+}
+
+// fromReceipt returns the head and the tail of what a receipt keeps.
+func (s *Service) fromReceipt(job *recordv1.JobRecord, maxOutput uint64) (*Ran, error) {
+	stdout, err := s.headAndTail(job, berthv1.Stream_STREAM_STDOUT, maxOutput)
+	if err != nil {
+		return nil, err
+	}
+	stderr, err := s.headAndTail(job, berthv1.Stream_STREAM_STDERR, maxOutput)
+	return &Ran{Job: job, Stdout: stdout, Stderr: stderr}, err
+}
+
+func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec, maxOutput uint64) (*Ran, error) {
+	job, secrets, err := s.newAttached(call, sandboxID, spec)
+	if err != nil {
+		return nil, err
+	}
+	sandbox, _, err := s.opts.Sandboxes.Get(call.Namespace, sandboxID)
+	if err != nil {
+		return nil, err
+	}
+	command, err := s.command(sandbox, spec, secrets)
+	if err != nil {
+		return nil, err
+	}
+	grace := spec.GetDisconnectGrace().AsDuration()
+	request := &guestv1.RunRequest{
+		Start: &guestv1.StartRequest{
+			JobId: job.GetId(), Generation: job.GetGeneration(), BootId: job.GetBootId(), Command: command,
+			KillOnDisconnect: spec.GetOnDisconnect() != berthv1.OnDisconnect_ON_DISCONNECT_KEEP,
+			DisconnectGrace:  durationpb.New(max(grace, linkGrace)),
+		},
+		MaxOutputBytes: maxOutput, Forget: true,
+	}
+	var response *guestv1.RunResponse
+	err = s.opts.Links.Call(ctx, job.GetMachineId(), func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
+		response, err = guest.Run(ctx, request)
+		return err
+	})
+	if ctx.Err() != nil {
+		s.callerLeft(job, request.GetStart().GetKillOnDisconnect(), grace)
+		return nil, ctx.Err()
+	}
+	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrForgotten) || errors.Is(err, guestlink.ErrOtherGeneration) {
+		s.conclude(job, lost("guest_restarted: the machine's guest was started again while the command ran or was about to"))
+		s.recordAttached(job)
+		return &Ran{Job: job}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	s.fill(job, response.GetStatus())
+	s.recordAttached(job)
+	return &Ran{Job: job, Stdout: response.GetStdout(), Stderr: response.GetStderr()}, nil
+}
+
+// newAttached makes the record of a command that is not written down before it runs.
+func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec) (*recordv1.JobRecord, *recordv1.JobSecrets, error) {
+	job, secrets, err := s.newJob(call.Namespace, sandboxID, spec, false)
+	if err != nil {
+		return nil, nil, err
+	}
+	job.KeepOutput = false
+	job.State = berthv1.JobState_JOB_STATE_RUNNING
+	job.SealedSecrets, job.StartDeadline = nil, nil
+	err = s.opts.Store.View(func(tx *store.Tx) error {
+		sandbox, machine, err := runningMachine(tx, call, sandboxID)
+		if err != nil {
+			return err
+		}
+		job.MachineId, job.Generation, job.BootId = machine.GetId(), sandbox.GetGeneration(), machine.GetBootId()
+		return nil
+	})
+	return job, secrets, err
+}
+
+// fill gives an attached command's record what its guest said of its end.
+func (s *Service) fill(job *recordv1.JobRecord, status *guestv1.Status) {
+	now := s.opts.Now()
+	s.conclude(job, boundedOutcome(status.GetOutcome()))
+	job.StartTime, job.EndTime = boundedTime(status.GetStartTime(), now), boundedTime(status.GetEndTime(), now)
+	job.Shell, job.CpuNanos = boundedText(status.GetShell()), int64(status.GetCpuTime().AsDuration())
+	job.Stdout, job.Stderr = notKept(status.GetStdout()), notKept(status.GetStderr())
+}
+
+// notKept is a stream's facts in a receipt that keeps no output.
+func notKept(facts *berthv1.OutputFacts) *berthv1.OutputFacts {
+	return &berthv1.OutputFacts{
+		TotalBytes: facts.GetTotalBytes(), DroppedBytes: facts.GetTotalBytes(), EndAtExit: facts.EndAtExit, Sealed: true, //nolint:protogetter // presence matters
+	}
+}
+
+// recordAttached writes an attached command's record behind its answer.
+func (s *Service) recordAttached(job *recordv1.JobRecord) {
+	record := proto.CloneOf(job)
+	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
+		known, err := tx.Job(record.GetId())
+		if err != nil || isDone(known) {
+			return err
+		}
+		return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
+	})
+}
+
+// callerLeft stops, after the grace, an attached command whose caller went away, and records what
+// became of it. A command that was to be kept is recorded as running, and followed.
+func (s *Service) callerLeft(job *recordv1.JobRecord, kill bool, grace time.Duration) {
+	running := proto.CloneOf(job)
+	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
+		known, err := tx.Job(running.GetId())
+		if err != nil || known != nil {
+			return err
+		}
+		return tx.PutJob(running, "job.abandoned", "the caller went away")
+	})
+	s.spawn(func() {
+		if !kill {
+			s.await(s.ctx, job.GetMachineId(), job.GetId())
+			return
+		}
+		if grace > 0 && !pause(s.ctx, grace) {
+			return // the guest counts it too
+		}
+		ctx, cancel := context.WithTimeout(s.ctx, stopTimeout+killGrace(job))
+		defer cancel()
+		status, err := s.stopInGuest(ctx, job.GetMachineId(), &guestv1.StopRequest{
+			JobId: job.GetId(), Reason: "disconnected: the caller went away",
+		})
+		switch {
+		case errors.Is(err, guestlink.ErrNoJob):
+			// It ended just before, or never came to begin: either way nobody was given an outcome.
+			_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
+				s.close(job, lost("disconnected: the caller went away, and the guest no longer knows the command"))
+			})
+		case err == nil:
+			_, err = s.bringHome(ctx, job.GetMachineId(), status)
+		}
+		if err != nil && s.ctx.Err() == nil {
+			s.opts.Log.Warn("cannot record a command whose caller went away", "job", job.GetId(), "error", err)
+		}
+	})
+}
+
+func killGrace(job *recordv1.JobRecord) time.Duration {
+	if job.GetSpec().GetKillGrace() != nil {
+		return job.GetSpec().GetKillGrace().AsDuration()
+	}
+	return DefaultKillGrace
+}

@@ -1,0 +1,112 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	bolt "go.etcd.io/bbolt"
+)
+
+// compactTxBytes bounds one transaction of a compaction, and with it the memory that it takes.
+const compactTxBytes = 4 << 20
+
+// BackupTo writes a consistent copy of the ledger to path, mode 0600, replacing what is there: whole
+// and on disk, or not at all. With compact the copy has no free pages. Updates go on meanwhile; only
+// one that makes the file's map grow waits for the copying. The ledger itself is refused as a path.
+func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
+	same, err := sameFile(path, s.path)
+	if err == nil && same {
+		err = errors.New("that is the ledger itself: choose another path")
+	}
+	if err != nil {
+		return fmt.Errorf("back the ledger up to %s: %w", path, err)
+	}
+	err = writeWhole(path, func(temp string) error {
+		if !compact {
+			return s.copyTo(ctx, temp)
+		}
+		return s.compactTo(ctx, temp)
+	})
+	if err != nil {
+		return fmt.Errorf("back the ledger %s up to %s: %w", s.path, path, err)
+	}
+	return nil
+}
+
+func sameFile(a, b string) (bool, error) {
+	first, err := os.Stat(a)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	second, err := os.Stat(b)
+	if err != nil {
+		return false, err
+	}
+	return os.SameFile(first, second), nil
+}
+
+// copyTo copies the pages as they are. It is the only long read transaction of this room, bounded by
+// the speed of a local disk.
+func (s *Store) copyTo(ctx context.Context, path string) error {
+	file, err := os.OpenFile(filepath.Clean(path), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	err = s.View(func(tx *Tx) error {
+		_, err := tx.bolt.WriteTo(untilDone{ctx, file})
+		return err
+	})
+	if ended := ctx.Err(); err != nil && ended != nil {
+		err = ended // bbolt does not wrap what the writer said
+	}
+	return errors.Join(err, file.Close())
+}
+
+// compactTo copies the pages first, so that the ledger's transaction is short, and compacts that
+// copy.
+func (s *Store) compactTo(ctx context.Context, path string) (err error) {
+	plain := path + ".plain"
+	defer func() {
+		if removed := os.Remove(plain); !errors.Is(removed, fs.ErrNotExist) {
+			err = errors.Join(err, removed)
+		}
+	}()
+	if err := s.copyTo(ctx, plain); err != nil {
+		return err
+	}
+	source, err := bolt.Open(plain, 0o600, &bolt.Options{ReadOnly: true})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, source.Close()) }()
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	// The caller syncs the whole file at the end.
+	target, err := bolt.Open(path, 0o600, &bolt.Options{NoSync: true, NoFreelistSync: true, FreelistType: bolt.FreelistMapType})
+	if err != nil {
+		return err
+	}
+	err = bolt.Compact(target, source, compactTxBytes)
+	return errors.Join(err, target.Close())
+}
+
+// untilDone is a file that takes no more bytes once its context is done.
+type untilDone struct {
+	ctx  context.Context
+	file *os.File
+}
+
+func (w untilDone) Write(p []byte) (int, error) {
+	if err := w.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return w.file.Write(p)
+}

@@ -1,0 +1,172 @@
+// Package workspace sets up the directory that an agent works in: it clones a repository inside the
+// machine, by the machine's own git. It never touches the host's files, and never sends a
+// credential.
+package workspace
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/daemon/fault"
+	"github.com/berth-sandbox/berth/daemon/guestlink"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// Tuning.
+const (
+	cloneTimeout = time.Hour       // the largest repositories over a slow line
+	killGrace    = 5 * time.Second // git removes a half-made clone on TERM
+	wordsBytes   = 2 << 10         // of git's own words in an error
+	outputBytes  = 64 << 10        // git's output kept in the machine
+	// disconnectGrace is how long a clone goes on while the broker is away.
+	disconnectGrace = 5 * time.Minute
+	attempts        = 5 // of a clone that was interrupted
+)
+
+// Exit codes of the script beside git's own.
+const (
+	exitNoGit    = 64
+	exitNotEmpty = 65
+)
+
+// script clones into the working directory. It can be run again after a crash: what a first run left
+// is removed if it is marked as unfinished, and kept if it is marked as done. The arguments arrive by
+// position, so that no word of a caller is ever read as shell.
+const script = `set -eu
+url=$1 ref=$2 depth=$3 name=$4 email=$5
+command -v git >/dev/null 2>&1 || exit 64
+mark=.git/berth-clone
+if [ -e "$mark" ] && [ "$(cat "$mark")" = "$url $ref" ]; then exit 0; fi
+if [ -e .berth-cloning ]; then find . -mindepth 1 -maxdepth 1 -exec rm -rf {} +; fi
+if [ -n "$(find . -mindepth 1 -maxdepth 1 | head -n 1)" ]; then exit 65; fi
+: > .berth-cloning
+export GIT_TERMINAL_PROMPT=0 GIT_ASKPASS=true
+git init -q .
+git remote add origin "$url"
+[ -z "$name" ] || git config user.name "$name"
+[ -z "$email" ] || git config user.email "$email"
+want=$ref
+if [ -z "$want" ]; then
+  want=$(git ls-remote --symref origin HEAD | sed -n 's,^ref: refs/heads/\([^	]*\)	HEAD$,\1,p')
+  [ -n "$want" ] || want=HEAD
+fi
+set --
+[ "$depth" = 0 ] || set -- --depth "$depth"
+if [ "$want" = HEAD ] && [ -z "$(git ls-remote origin)" ]; then
+  : # an empty repository: nothing to fetch
+elif git fetch -q "$@" --tags origin "+refs/heads/$want:refs/remotes/origin/$want" 2>/dev/null; then
+  git checkout -q -B "$want" --track "origin/$want"
+elif git fetch -q "$@" origin "+refs/tags/$want:refs/tags/$want" 2>/dev/null; then
+  git checkout -q --detach "refs/tags/$want"
+elif git fetch -q "$@" origin "$want" 2>/dev/null; then
+  git checkout -q --detach FETCH_HEAD
+else
+  git fetch -q --tags origin
+  git checkout -q --detach "$want"
+fi
+if [ "$depth" = 0 ]; then git fetch -q --tags origin; fi
+printf '%s' "$url $ref" > "$mark"
+rm -f .berth-cloning
+`
+
+// Preparer sets up workspaces.
+type Preparer struct {
+	Links *guestlink.Links
+	// Environment returns a sandbox's environment, its secrets included: a proxy set there is git's.
+	Environment func(*recordv1.SandboxRecord) (map[string]string, error)
+}
+
+// Prepare clones the sandbox's repository, if it asks for one. It may be run again after a crash at
+// any instruction. Errors: TOOL_MISSING, WORKSPACE_FAILED with git's own words, and what the link to
+// the guest gives.
+func (p Preparer) Prepare(ctx context.Context, sandbox *recordv1.SandboxRecord) error {
+	repo := sandbox.GetSpec().GetWorkspace().GetRepo()
+	if repo == nil {
+		return nil
+	}
+	env, err := p.Environment(sandbox)
+	if err != nil {
+		return err
+	}
+	for attempt := 1; ; attempt++ {
+		response, err := p.run(ctx, sandbox.GetMachineId(), cloneRequest(sandbox, env, attempt))
+		if err != nil {
+			return fmt.Errorf("clone %s: %w", repo.GetUrl(), err)
+		}
+		if !interrupted(response) || attempt == attempts {
+			return verdict(repo, response)
+		}
+	}
+}
+
+func (p Preparer) run(ctx context.Context, machineID string, request *guestv1.RunRequest) (*guestv1.RunResponse, error) {
+	var response *guestv1.RunResponse
+	err := p.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
+		response, err = guest.Run(ctx, request)
+		return err
+	})
+	return response, err
+}
+
+// cloneRequest is one attempt. Its job's name is the same after a crash of the broker, so that a
+// clone which still runs, or has run, is joined, and two never write into one directory.
+func cloneRequest(sandbox *recordv1.SandboxRecord, env map[string]string, attempt int) *guestv1.RunRequest {
+	repo, identity := sandbox.GetSpec().GetWorkspace().GetRepo(), sandbox.GetSpec().GetWorkspace().GetGitIdentity()
+	return &guestv1.RunRequest{
+		Start: &guestv1.StartRequest{
+			JobId: fmt.Sprintf("clone_%s_%d", sandbox.GetId(), attempt),
+			Command: &guestv1.Command{
+				Argv: []string{"/bin/sh", "-c", script, "berth-clone", repo.GetUrl(), repo.GetRef(),
+					strconv.FormatUint(uint64(repo.GetDepth()), 10), identity.GetName(), identity.GetEmail()},
+				Env: env, MergeStderr: true, OutputLimitBytes: outputBytes,
+				Timeout: durationpb.New(cloneTimeout), KillGrace: durationpb.New(killGrace),
+			},
+			KillOnDisconnect: true, DisconnectGrace: durationpb.New(disconnectGrace),
+		},
+		MaxOutputBytes: 2 * wordsBytes,
+	}
+}
+
+// interrupted reports whether a clone ended in a way that says nothing about the repository.
+func interrupted(response *guestv1.RunResponse) bool {
+	switch response.GetStatus().GetOutcome().GetCause() {
+	case berthv1.Cause_CAUSE_EXITED, berthv1.Cause_CAUSE_TIMED_OUT, berthv1.Cause_CAUSE_FAILED_TO_START:
+		return false
+	default:
+		return true
+	}
+}
+
+func verdict(repo *berthv1.Repo, response *guestv1.RunResponse) error {
+	outcome := response.GetStatus().GetOutcome()
+	words := strings.TrimSpace(strings.ToValidUTF8(string(response.GetStdout().GetHead())+string(response.GetStdout().GetTail()), "\uFFFD"))
+	switch {
+	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == 0:
+		return nil
+	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == exitNoGit:
+		return fault.New(fault.ToolMissing, "spec.workspace.repo: the machine has no git: use an image that has it").With("tool", "git")
+	case outcome.GetCause() == berthv1.Cause_CAUSE_FAILED_TO_START:
+		return fault.New(fault.ToolMissing, "spec.workspace.repo: the machine has no /bin/sh to run git with: %s", outcome.GetReason()).With("tool", "sh")
+	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == exitNotEmpty:
+		return fault.New(fault.WorkspaceFailed, "clone %s: the workspace is not empty", repo.GetUrl())
+	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED, outcome.GetCause() == berthv1.Cause_CAUSE_TIMED_OUT:
+		return fault.New(fault.WorkspaceFailed, "clone %s%s: git failed (%s, exit %d): %s: check the URL and the ref, and that the machine can reach it",
+			repo.GetUrl(), atRef(repo), strings.ToLower(outcome.GetCause().String()[len("CAUSE_"):]), outcome.GetExitCode(), words)
+	default: // killed or lost: it says nothing about the repository
+		return fmt.Errorf("clone %s: the clone was interrupted: %s %s", repo.GetUrl(), outcome.GetCause(), outcome.GetReason())
+	}
+}
+
+func atRef(repo *berthv1.Repo) string {
+	if repo.GetRef() == "" {
+		return ""
+	}
+	return " at " + repo.GetRef()
+}
