@@ -398,12 +398,12 @@ func beyond(stream berthv1.Stream, offset, total uint64) error {
 	return fault.Invalid("offset", "%d is beyond the end of %s, which has %d bytes so far", offset, streamName(stream), total)
 }
 
-// Open returns how many jobs of a sandbox are not done; of all sandboxes with an empty id.
+// Open returns how many detached jobs of a sandbox are not done; with an empty id, how many jobs of all.
 func (s *Service) Open(sandboxID string) (int, error) {
 	open := 0
 	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
 		if sandboxID != "" {
-			open, err = tx.CountOpenJobs(sandboxID)
+			open, err = tx.CountOpenDetachedJobs(sandboxID)
 			return err
 		}
 		all, err := tx.OpenJobs("")

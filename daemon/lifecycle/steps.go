@@ -20,6 +20,7 @@ import (
 const (
 	providerTimeout = 2 * time.Minute  // one call of a provider; booting a VM is the slowest
 	guestTimeout    = 60 * time.Second // from boot to the guest's first hello
+	inspectEvery    = time.Second      // whether a machine whose guest does not answer still runs
 	settleTimeout   = 15 * time.Second // for stopping a doomed machine's jobs and fetching their receipts
 )
 
@@ -136,18 +137,23 @@ func (s *Service) connect(ctx context.Context, operation *recordv1.OperationReco
 func (s *Service) firstHello(ctx context.Context, machine *recordv1.MachineRecord) (*guestv1.HelloResponse, error) {
 	limited, cancel := context.WithTimeout(ctx, guestTimeout)
 	defer cancel()
-	hello, err := s.opts.Links.Wait(limited, machine.GetId())
-	if err == nil || ctx.Err() != nil {
-		return hello, err
+	for {
+		patience, stop := context.WithTimeout(limited, inspectEvery)
+		hello, err := s.opts.Links.Wait(patience, machine.GetId())
+		stop()
+		if err == nil || ctx.Err() != nil {
+			return hello, err
+		}
+		found, inspectErr := s.inspect(limited, machine)
+		switch {
+		case errors.Is(inspectErr, providers.ErrNotFound):
+			return nil, fault.New(fault.MachineGone, "machine %s vanished before its guest answered", machine.GetId())
+		case inspectErr == nil && found.State == providers.MachineStopped:
+			return nil, fault.New(fault.MachineGone, "machine %s stopped before its guest answered: see the provider's log of it", machine.GetId())
+		case limited.Err() != nil:
+			return nil, fmt.Errorf("the guest of machine %s did not answer within %s: %w", machine.GetId(), guestTimeout, err)
+		}
 	}
-	found, inspectErr := s.inspect(ctx, machine)
-	switch {
-	case errors.Is(inspectErr, providers.ErrNotFound):
-		return nil, fault.New(fault.MachineGone, "machine %s vanished before its guest answered", machine.GetId())
-	case inspectErr == nil && found.State == providers.MachineStopped:
-		return nil, fault.New(fault.MachineGone, "machine %s stopped before its guest answered: see the provider's log of it", machine.GetId())
-	}
-	return nil, fmt.Errorf("the guest of machine %s did not answer within %s: %w", machine.GetId(), guestTimeout, err)
 }
 
 func afterConnect(operation *recordv1.OperationRecord) string {

@@ -19,8 +19,8 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// build is the version, set by the linker; without it the module's own is used.
-var build string
+// version is set by the linker; without it the module's own is used.
+var version string
 
 // defaultRetention is how long receipts and ended sandboxes are kept.
 const defaultRetention = 7 * 24 * time.Hour
@@ -203,10 +203,10 @@ func defaultRun() string {
 	return fmt.Sprintf("/tmp/berth-%d", os.Geteuid())
 }
 
-// version names this build.
-func version() string {
-	if build != "" {
-		return build
+// buildVersion names this build.
+func buildVersion() string {
+	if version != "" {
+		return version
 	}
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version

@@ -42,7 +42,7 @@ It prints one line when it is ready. SIGTERM drains and stops it; machines and j
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		Version:       version(),
+		Version:       buildVersion(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			effective, err := resolve(cmd, flags)
 			if err != nil {

@@ -135,7 +135,7 @@ func (d *daemon) sameKey(ctx context.Context, keys *vault.Vault) error {
 }
 
 func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets string) error {
-	d.links = guestlink.New(guestlink.Options{Build: version(), Log: d.log, Events: guestlink.Events{
+	d.links = guestlink.New(guestlink.Options{Build: buildVersion(), Log: d.log, Events: guestlink.Events{
 		Up:   func(machineID string, hello *guestv1.HelloResponse) { d.jobs.Follow(machineID, hello) },
 		Down: func(machineID string, _ error) { d.jobs.Unfollow(machineID); d.reconcile.Kick() },
 	}})
@@ -226,7 +226,7 @@ func stopServer(server *grpc.Server) {
 // info is what this process knows of itself.
 func (d *daemon) info() *berthv1.GetInfoResponse {
 	return &berthv1.GetInfoResponse{
-		Version: version(), InstanceId: d.ledger.Instance(), StartTime: timestamppb.New(d.started),
+		Version: buildVersion(), InstanceId: d.ledger.Instance(), StartTime: timestamppb.New(d.started),
 		Revision: d.ledger.Revision(), SchemaVersion: d.ledger.Schema(), LedgerBytes: uint64(max(d.ledger.SizeBytes(), 0)), //nolint:gosec // not negative
 		StateDir: d.config.State, Platform: platform(), RecoveringMachines: uint32(d.links.Silent()), //nolint:gosec // a count
 		ResidentBytes: resident(),
