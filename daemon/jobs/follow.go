@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/guestlink"
+	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
@@ -169,7 +170,7 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		return job, nil
 	}
 	if !validJobID(status.GetJobId()) {
-		return nil, nil // the broker's own, such as the clone of a repository
+		return nil, nil
 	}
 	if err == nil {
 		s.opts.Log.Warn("a guest names a job of another machine; ignored", "machine", machineID, "job", job.GetId())
@@ -181,7 +182,7 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 			return err
 		}
 		machine, err := tx.Machine(machineID)
-		if err != nil || machine == nil {
+		if err != nil || machine == nil || lifecycle.IsSetupJob(machine.GetSandboxId(), status.GetJobId()) {
 			return err
 		}
 		job = &recordv1.JobRecord{

@@ -156,15 +156,17 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 // callerLeft stops, after the grace, an attached command whose caller went away, and records what
 // became of it. A command that was to be kept is recorded as running, and followed.
 func (s *Service) callerLeft(job *recordv1.JobRecord, kill bool, grace time.Duration) {
-	running := proto.CloneOf(job)
-	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
-		known, err := tx.Job(running.GetId())
-		if err != nil || known != nil {
-			return err
-		}
-		return tx.PutJob(running, "job.abandoned", "the caller went away")
-	})
 	s.spawn(func() {
+		err := s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
+			known, err := tx.Job(job.GetId())
+			if err != nil || known != nil {
+				return err
+			}
+			return tx.PutJob(proto.CloneOf(job), "job.abandoned", "the caller went away")
+		})
+		if err != nil {
+			return // the guest counts the grace too, and names the command at the next connection
+		}
 		if !kill {
 			s.await(s.ctx, job.GetMachineId(), job.GetId())
 			return

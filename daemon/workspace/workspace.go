@@ -14,6 +14,7 @@ import (
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
+	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -27,7 +28,6 @@ const (
 	outputBytes  = 64 << 10        // git's output kept in the machine
 	// disconnectGrace is how long a clone goes on while the broker is away.
 	disconnectGrace = 5 * time.Minute
-	attempts        = 5 // of a clone that was interrupted
 )
 
 // Exit codes of the script beside git's own.
@@ -100,7 +100,7 @@ func (p Preparer) Prepare(ctx context.Context, sandbox *recordv1.SandboxRecord) 
 		if err != nil {
 			return fmt.Errorf("clone %s: %w", repo.GetUrl(), err)
 		}
-		if !interrupted(response) || attempt == attempts {
+		if !interrupted(response) || attempt == lifecycle.SetupAttempts {
 			return verdict(repo, response)
 		}
 	}
@@ -121,7 +121,7 @@ func cloneRequest(sandbox *recordv1.SandboxRecord, env map[string]string, attemp
 	repo, identity := sandbox.GetSpec().GetWorkspace().GetRepo(), sandbox.GetSpec().GetWorkspace().GetGitIdentity()
 	return &guestv1.RunRequest{
 		Start: &guestv1.StartRequest{
-			JobId: fmt.Sprintf("clone_%s_%d", sandbox.GetId(), attempt),
+			JobId: lifecycle.SetupJobID(sandbox.GetId(), attempt),
 			Command: &guestv1.Command{
 				Argv: []string{"/bin/sh", "-c", script, "berth-clone", repo.GetUrl(), repo.GetRef(),
 					strconv.FormatUint(uint64(repo.GetDepth()), 10), identity.GetName(), identity.GetEmail()},

@@ -84,6 +84,13 @@ func resolve(cmd *cobra.Command, flags config) (config, error) {
 	if c.Run == "" {
 		c.Run = defaultRun()
 	}
+	for _, dir := range []*string{&c.State, &c.Run} {
+		absolute, err := filepath.Abs(*dir)
+		if err != nil {
+			return c, fmt.Errorf("find the directory %s: %w", *dir, err)
+		}
+		*dir = absolute
+	}
 	if len(c.Listen) == 0 {
 		c.Listen = []string{"unix://" + filepath.Join(c.Run, "berthd.sock")}
 	}

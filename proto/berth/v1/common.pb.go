@@ -73,7 +73,8 @@ const (
 	Reason_REASON_LEASE_LOST Reason = 15
 	// FAILED_PRECONDITION: the provider no longer has the machine; the sandbox becomes LOST.
 	Reason_REASON_MACHINE_GONE Reason = 16
-	// UNAVAILABLE: the broker has just started and has not yet heard from that machine; RetryInfo.
+	// UNAVAILABLE: the broker has just started and has not yet heard from that machine; nothing was
+	// done, so that every call may be made again. With RetryInfo.
 	Reason_REASON_RECOVERING Reason = 17
 	// OUT_OF_RANGE: a watch from a revision that was compacted; list, then watch.
 	Reason_REASON_REVISION_COMPACTED Reason = 18

@@ -1,0 +1,284 @@
+// Package cli is the command line `berth`: it turns arguments into calls of the client library and
+// answers into tables, JSON lines, bytes and exit codes. It holds no state, decides nothing that the
+// broker decides, and touches neither the process's own arguments nor its environment: what it needs
+// is in Process.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/berth-sandbox/berth/client"
+)
+
+// The exit codes that are not a command's own.
+const (
+	exitFailure = 1   // the call failed
+	exitUsage   = 2   // the arguments are wrong
+	exitRunning = 3   // poll: not done yet
+	exitTimeout = 124 // the command's timeout passed
+	exitBroker  = 125 // exec, wait: the broker failed, so that the command's code is not known
+	exitSignal  = 128 // plus the signal's number
+)
+
+// Process is the process around the command line.
+type Process struct {
+	// Args are the arguments without the program's name.
+	Args []string
+	// LookupEnv looks up the environment, as os.LookupEnv.
+	LookupEnv func(string) (string, bool)
+	// Stdin, Stdout and Stderr are the standard streams.
+	Stdin          io.Reader
+	Stdout, Stderr io.Writer
+	// StdinTerminal, StdoutTerminal and StderrTerminal say which of them are terminals.
+	StdinTerminal, StdoutTerminal, StderrTerminal bool
+	// Interrupts delivers the signals that ask to end: the first cancels the call, the second calls
+	// Exit. It may be nil.
+	Interrupts <-chan os.Signal
+	// Exit ends the process at once; needed with Interrupts.
+	Exit func(code int)
+	// Now is the clock that ages are counted on; nil is time.Now.
+	Now func() time.Time
+	// Version is the build's; empty is the one in the build information.
+	Version string
+	// ClientOptions are passed on to client.Dial.
+	ClientOptions []client.Option
+}
+
+// Run runs one command line and returns the process's exit code.
+func Run(ctx context.Context, process Process) int {
+	if process.Now == nil {
+		process.Now = time.Now
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	release := watchInterrupts(process, cancel)
+	defer release()
+
+	p := &program{Process: process}
+	root := p.rootCommand()
+	root.SetArgs(append([]string{}, process.Args...)) // not nil: nil would mean the process's own
+	root.SetIn(process.Stdin)
+	root.SetOut(process.Stdout)
+	root.SetErr(process.Stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	return p.exitCode(ctx, cmd, err)
+}
+
+// interruptError is why a context was cancelled by a signal.
+type interruptError struct{ signal syscall.Signal }
+
+func (e *interruptError) Error() string { return "interrupted" }
+
+// watchInterrupts cancels on the first signal and exits on the second; release ends the watch.
+func watchInterrupts(process Process, cancel context.CancelCauseFunc) (release func()) {
+	over, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for count := 0; ; count++ {
+			select {
+			case <-over:
+				return
+			case received := <-process.Interrupts:
+				number, ok := received.(syscall.Signal)
+				if !ok {
+					number = syscall.SIGINT
+				}
+				if count > 0 {
+					process.Exit(exitSignal + int(number))
+					return
+				}
+				cancel(&interruptError{signal: number})
+			}
+		}
+	}()
+	return func() {
+		close(over)
+		<-ended
+	}
+}
+
+// program is one run of the command line.
+type program struct {
+	Process
+	address   string
+	output    string
+	requestID string
+	deadline  time.Duration
+	// afterwards says what becomes of the call in the broker when its caller leaves early.
+	afterwards string
+}
+
+// The values of --output.
+const (
+	outputTable = "table"
+	outputJSON  = "json"
+	outputID    = "id"
+)
+
+func (p *program) rootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "berth",
+		Short: "Sandboxes for agents: create them, run commands and jobs in them, destroy them",
+		Long: `berth talks to a running berthd: it creates sandboxes, runs commands and background jobs in them,
+and destroys them.
+
+An id may be shortened to any unique suffix of it. exec and wait exit with the command's own code;
+124 is a timeout, 125 a failure of the broker, 128+n a signal.`,
+		Example: `  id=$(berth create --provider local)
+  berth exec $id -- go test ./...
+  job=$(berth start $id -c 'make 2>&1 | tee log')
+  berth logs -f $job
+  berth rm $id`,
+		Args:              p.knownCommand,
+		RunE:              func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		SilenceErrors:     true,
+		SilenceUsage:      true,
+		PersistentPreRunE: func(*cobra.Command, []string) error { return p.checkOutput() },
+	}
+	flags := root.PersistentFlags()
+	flags.StringVar(&p.address, "addr", "", "the broker: unix:///path or tcp://host:port (default $BERTH_ADDR, else the user's own socket)")
+	flags.StringVarP(&p.output, "output", "o", outputTable, "table, json (one object a line) or id")
+	flags.StringVar(&p.requestID, "request-id", "", "makes a mutating call repeatable: the same id with the same arguments gives the same answer for 24 h")
+	flags.DurationVar(&p.deadline, "deadline", 0, "give up on the call after this long; work in the broker goes on")
+	must(root.RegisterFlagCompletionFunc("output", fixed(outputTable, outputJSON, outputID)))
+
+	root.AddCommand(
+		p.createCommand(), p.lsCommand(), p.getCommand(), p.rmCommand(), p.resumeCommand(),
+		p.execCommand(), p.startCommand(), p.pollCommand(), p.waitCommand(), p.logsCommand(),
+		p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(), p.versionCommand(),
+	)
+	return root
+}
+
+// knownCommand refuses what is no command, and names those that may have been meant.
+func (p *program) knownCommand(root *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	root.SuggestionsMinimumDistance = 2 // letters
+	meant := root.SuggestionsFor(args[0])
+	if len(meant) == 0 {
+		return usagef("%q is no command", args[0])
+	}
+	return usagef("%q is no command; did you mean %s?", args[0], strings.Join(meant, " or "))
+}
+
+// must stops a build of the command tree that contradicts itself; every test would.
+func must(err error) {
+	if err != nil {
+		panic(fmt.Sprintf("building the command tree: %v", err))
+	}
+}
+
+func (p *program) checkOutput() error {
+	if !slices.Contains([]string{outputTable, outputJSON, outputID}, p.output) {
+		return usagef("-o %s: it must be table, json or id", p.output)
+	}
+	return nil
+}
+
+// action is what a command does with a client.
+type action func(ctx context.Context, c *client.Client, args []string) error
+
+// call makes a command's RunE of an action: it dials, bounds the call by --deadline, and gives a
+// failure its exit code.
+func (p *program) call(failure int, do action) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		ctx := cmd.Context()
+		if p.deadline > 0 {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, p.deadline)
+			defer cancel()
+		}
+		c, err := p.dial()
+		if err != nil {
+			return &exitError{code: failure, err: err}
+		}
+		err = do(ctx, c, args)
+		if closeErr := c.Close(); err == nil {
+			err = closeErr
+		}
+		var exit *exitError
+		if err == nil || errors.As(err, &exit) {
+			return err
+		}
+		var usage *usageError
+		if errors.As(err, &usage) {
+			return err
+		}
+		return &exitError{code: failure, err: err}
+	}
+}
+
+func (p *program) dial(opts ...client.Option) (*client.Client, error) {
+	address := p.address
+	if address == "" {
+		address = client.AddressFrom(p.LookupEnv)
+	}
+	return client.Dial(address, slices.Concat(p.ClientOptions, opts)...)
+}
+
+// exitError ends the program with a code; err is what to say, nil when it is said already.
+type exitError struct {
+	code int
+	err  error
+}
+
+func (e *exitError) Error() string {
+	if e.err == nil {
+		return fmt.Sprintf("exit code %d", e.code)
+	}
+	return e.err.Error()
+}
+
+func (e *exitError) Unwrap() error { return e.err }
+
+// usageError is a command line that can't be meant.
+type usageError struct{ message string }
+
+func (e *usageError) Error() string { return e.message }
+
+func usagef(format string, args ...any) error {
+	return &usageError{message: fmt.Sprintf(format, args...)}
+}
+
+// exitCode says what went wrong, on stderr, and returns the exit code. An error that is not an
+// exitError comes from parsing the arguments.
+func (p *program) exitCode(ctx context.Context, cmd *cobra.Command, err error) int {
+	what := strings.TrimPrefix(strings.TrimPrefix(cmd.CommandPath(), "berth"), " ")
+	var exit *exitError
+	switch {
+	case err == nil:
+		return 0
+	case !errors.As(err, &exit):
+		p.complain(what, fmt.Sprintf("%v (see `%s --help`)", err, cmd.CommandPath()))
+		return exitUsage
+	}
+	var interrupt *interruptError
+	if errors.As(context.Cause(ctx), &interrupt) {
+		p.complain(what, p.leaving("interrupted"))
+		return exitSignal + int(interrupt.signal)
+	}
+	if exit.err != nil {
+		p.complainAbout(what, exit.err)
+	}
+	return exit.code
+}
+
+// leaving adds what becomes of the call to why its caller leaves.
+func (p *program) leaving(why string) string {
+	if p.afterwards == "" {
+		return why
+	}
+	return why + ": " + p.afterwards
+}

@@ -1,0 +1,120 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/berth-sandbox/berth/client"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// complain writes one line to stderr: berth: what: why.
+func (p *program) complain(what, why string) {
+	if what != "" {
+		what += ": "
+	}
+	// A failure to write to stderr has nowhere to be told.
+	_, _ = fmt.Fprintf(p.Stderr, "berth: %s%s\n", what, plainLines(why))
+}
+
+// complainAbout writes what an error means and what to do about it.
+func (p *program) complainAbout(what string, err error) {
+	if isUnreachable(err) {
+		what = "" // it is not the command that failed
+	}
+	p.complain(what, p.explain(err))
+}
+
+func isDeadline(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || status.Code(err) == codes.DeadlineExceeded
+}
+
+func isUnreachable(err error) bool {
+	var gone *client.UnreachableError
+	return errors.As(err, &gone) && !isDeadline(err)
+}
+
+// statusOf is the status that a call ended with, without what was wrapped around it.
+func statusOf(err error) (*status.Status, bool) {
+	var carrier interface{ GRPCStatus() *status.Status }
+	if !errors.As(err, &carrier) {
+		return nil, false
+	}
+	return carrier.GRPCStatus(), true
+}
+
+// explain is why a call failed and, in parentheses, what to do.
+func (p *program) explain(err error) string {
+	if client.Info(err) != nil {
+		return withHint(brokerWords(err), hint(err))
+	}
+	st, ok := statusOf(err)
+	switch {
+	case isUnreachable(err):
+		return st.Message() + " (start it with `berthd`, or set --addr / " + client.AddressVariable + ")"
+	case isDeadline(err) && p.deadline > 0:
+		return p.leaving(fmt.Sprintf("the --deadline of %v passed", p.deadline))
+	case !ok:
+		return err.Error()
+	case st.Code() == codes.Unimplemented:
+		return "this berthd does not know the call (is it older than this berth? see `berth version`)"
+	}
+	return fmt.Sprintf("%s (%s)", st.Message(), st.Code())
+}
+
+// brokerWords is the broker's message, with the refused fields where the message leaves them out.
+func brokerWords(err error) string {
+	st, _ := statusOf(err)
+	words := st.Message()
+	for _, violation := range client.Violations(err) {
+		if line := violation.GetField() + ": " + violation.GetDescription(); !strings.Contains(words, line) {
+			words += "; " + line
+		}
+	}
+	return words
+}
+
+// hint says what to do here, where the broker can't know: in this command line's words.
+func hint(err error) string {
+	metadata := client.Metadata(err)
+	switch {
+	case client.Is(err, berthv1.Reason_REASON_SANDBOX_NOT_FOUND):
+		return "see `berth ls --all`"
+	case client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND):
+		return "see `berth jobs --all`"
+	case client.Is(err, berthv1.Reason_REASON_PROVIDER_NOT_FOUND), client.Is(err, berthv1.Reason_REASON_CAPABILITY_MISSING):
+		return "see `berth providers`"
+	case client.Is(err, berthv1.Reason_REASON_SESSION_KEY_IN_USE) && metadata["sandbox_id"] != "":
+		return "see `berth get " + metadata["sandbox_id"] + "`"
+	case client.Is(err, berthv1.Reason_REASON_WRONG_STATE) && resumable(metadata["state"]):
+		return "start it again with `berth resume`"
+	case client.Is(err, berthv1.Reason_REASON_REQUEST_ID_REUSED):
+		return "choose another --request-id, or repeat the first call's arguments"
+	case client.Is(err, berthv1.Reason_REASON_OUTPUT_EXPIRED) && metadata["first_kept"] != "":
+		return "read on at --offset " + metadata["first_kept"]
+	}
+	if after, ok := client.RetryAfter(err); ok {
+		return "try again in " + max(after, time.Second).Round(time.Second).String()
+	}
+	return ""
+}
+
+func resumable(state string) bool {
+	state = strings.TrimPrefix(state, "SANDBOX_STATE_")
+	return state == "STOPPED" || state == "SUSPENDED"
+}
+
+// withHint adds a hint in parentheses, unless the words name its command already.
+func withHint(words, hint string) string {
+	_, command, hasCommand := strings.Cut(hint, "`")
+	if hint == "" || hasCommand && strings.Contains(words, "`"+command) {
+		return words
+	}
+	return words + " (" + hint + ")"
+}

@@ -1,0 +1,88 @@
+package cli
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/berth-sandbox/berth/client"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// completionTimeout bounds a completion: a shell waits for it between two key strokes.
+const completionTimeout = time.Second
+
+// fixed completes a flag from a list.
+func fixed(values ...string) cobra.CompletionFunc {
+	return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
+}
+
+// completeFrom completes arguments with what find returns; at most one of them unless many.
+func (p *program) completeFrom(many bool, find func(context.Context, *client.Client) ([]candidate, error)) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		if len(args) > 0 && !many {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout)
+		defer cancel()
+		c, err := p.dialOnce()
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		found, err := find(ctx, c)
+		if closeErr := c.Close(); err != nil || closeErr != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		var completions []cobra.Completion
+		for _, one := range found {
+			if strings.HasPrefix(one.id, typed) {
+				completions = append(completions, cobra.CompletionWithDesc(one.id, one.description))
+			}
+		}
+		return completions, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// dialOnce is dial without patience, for completions.
+func (p *program) dialOnce() (*client.Client, error) {
+	return p.dial(client.WithPatience(0, 0))
+}
+
+// completeLiveSandboxes completes ids of sandboxes that are not gone.
+func (p *program) completeLiveSandboxes(many bool) cobra.CompletionFunc {
+	return p.completeFrom(many, func(ctx context.Context, c *client.Client) ([]candidate, error) {
+		page, err := c.Sandboxes().ListSandboxes(ctx, &berthv1.ListSandboxesRequest{})
+		var found []candidate
+		for _, sandbox := range page.GetSandboxes() {
+			found = append(found, candidate{id: sandbox.GetId(), description: describeSandbox(sandbox)})
+		}
+		return found, err
+	})
+}
+
+// completeJobs completes ids of the newest jobs.
+func (p *program) completeJobs(many bool) cobra.CompletionFunc {
+	return p.completeFrom(many, func(ctx context.Context, c *client.Client) ([]candidate, error) {
+		page, err := c.Jobs().ListJobs(ctx, &berthv1.ListJobsRequest{})
+		var found []candidate
+		for _, job := range page.GetJobs() {
+			found = append(found, candidate{id: job.GetId(), description: describeJob(job)})
+		}
+		return found, err
+	})
+}
+
+// completeProviders completes names of providers, for a flag.
+func (p *program) completeProviders(cmd *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	complete := p.completeFrom(true, func(ctx context.Context, c *client.Client) ([]candidate, error) {
+		reply, err := c.Providers().ListProviders(ctx, &berthv1.ListProvidersRequest{})
+		var found []candidate
+		for _, provider := range reply.GetProviders() {
+			found = append(found, candidate{id: provider.GetName(), description: isolationWords(provider.GetIsolation())})
+		}
+		return found, err
+	})
+	return complete(cmd, nil, typed)
+}

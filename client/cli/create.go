@@ -1,0 +1,185 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/berth-sandbox/berth/client"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// createFlags are what a sandbox is made of.
+type createFlags struct {
+	provider, image, repo, ref, egress, session, pool, from, workspace string
+	env, secrets, labels, options                                      []string
+	depth                                                              uint32
+	cpus                                                               float64
+	memory, disk                                                       sizeValue
+	pids                                                               uint64
+	maxLifetime, idle                                                  spanValue
+}
+
+// egressModes are the values of --egress.
+var egressModes = map[string]berthv1.Egress_Mode{
+	"none": berthv1.Egress_MODE_NONE,
+	"open": berthv1.Egress_MODE_OPEN,
+}
+
+func (p *program) createCommand() *cobra.Command {
+	var f createFlags
+	cmd := &cobra.Command{
+		Use:   "create",
+		Short: "Create a sandbox and print its id once commands can run in it",
+		Example: `  berth create
+  berth create --provider docker --image golang:1.26 --memory 2GiB --cpus 2 --egress none
+  berth create --repo https://example.org/app.git --ref main --secret TOKEN --label run=42`,
+		Args:              noArgs,
+		ValidArgsFunction: cobra.NoFileCompletions,
+	}
+	f.bind(cmd.Flags())
+	must(cmd.RegisterFlagCompletionFunc("egress", fixed("none", "open")))
+	must(cmd.RegisterFlagCompletionFunc("provider", p.completeProviders))
+	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, _ []string) error {
+		request, err := f.request(p, cmd)
+		if err != nil {
+			return err
+		}
+		return p.create(ctx, c, request)
+	})
+	return cmd
+}
+
+func (f *createFlags) bind(flags *pflag.FlagSet) {
+	flags.StringVar(&f.provider, "provider", "", "what boots the machine, see `berth providers` (default the broker's)")
+	flags.StringVar(&f.image, "image", "", "image or template, in the provider's words")
+	flags.StringVar(&f.repo, "repo", "", "clone this repository into the workspace")
+	flags.StringVar(&f.ref, "ref", "", "branch, tag or commit to clone (default the remote's HEAD)")
+	flags.Uint32Var(&f.depth, "depth", 0, "history depth of the clone; 0 is all of it")
+	flags.StringVar(&f.workspace, "workspace", "", "absolute path of the workspace in the machine")
+	flags.StringArrayVarP(&f.env, "env", "e", nil, "K=V, or K to pass on this environment's value")
+	flags.StringArrayVar(&f.secrets, "secret", nil, "like --env, but never shown again; K alone keeps the value out of this command line")
+	flags.Float64Var(&f.cpus, "cpus", 0, "CPUs, fractions allowed")
+	flags.Var(&f.memory, "memory", "memory, as 2GiB")
+	flags.Var(&f.disk, "disk", "disk, as 20GiB")
+	flags.Uint64Var(&f.pids, "pids", 0, "number of processes and threads")
+	flags.StringVar(&f.egress, "egress", "", "what the machine may reach: none or open (default open)")
+	flags.StringVar(&f.session, "session", "", "session key: your own name for a line of work")
+	flags.StringArrayVar(&f.labels, "label", nil, "k=v, for finding it")
+	flags.StringVar(&f.pool, "pool", "", "claim a warm machine of this pool; not with what describes a machine")
+	flags.StringVar(&f.from, "from", "", "start from this checkpoint, cp_…")
+	flags.StringArrayVar(&f.options, "opt", nil, "k=v option of the provider")
+	flags.Var(&f.maxLifetime, "max-lifetime", "destroy it this long after its creation")
+	flags.Var(&f.idle, "idle", "suspend it, or destroy it where that can't be done, after this long without use")
+}
+
+// request makes the request of the flags; a pool's name stands for a whole spec.
+func (f *createFlags) request(p *program, cmd *cobra.Command) (*berthv1.CreateSandboxRequest, error) {
+	requestID := p.requestID
+	if requestID == "" {
+		requestID = client.NewRequestID() // made here, so that an interrupted create can name it
+	}
+	if f.pool != "" {
+		var other string
+		cmd.Flags().Visit(func(flag *pflag.Flag) {
+			if flag.Name != "pool" && cmd.InheritedFlags().Lookup(flag.Name) == nil {
+				other = flag.Name
+			}
+		})
+		if other != "" {
+			return nil, usagef("--pool and --%s: a pool says already what its machines are; give one of them", other)
+		}
+		return &berthv1.CreateSandboxRequest{RequestId: requestID, Pool: f.pool}, nil
+	}
+	spec, err := f.spec(p)
+	return &berthv1.CreateSandboxRequest{RequestId: requestID, Spec: spec}, err
+}
+
+func (f *createFlags) spec(p *program) (*berthv1.SandboxSpec, error) {
+	env, err := p.environment("env", f.env)
+	if err != nil {
+		return nil, err
+	}
+	secrets, err := p.environment("secret", f.secrets)
+	if err != nil {
+		return nil, err
+	}
+	labels, err := keyValues("label", f.labels)
+	if err != nil {
+		return nil, err
+	}
+	options, err := keyValues("opt", f.options)
+	if err != nil {
+		return nil, err
+	}
+	spec := &berthv1.SandboxSpec{
+		Provider:        f.provider,
+		Image:           f.image,
+		Env:             env,
+		SecretEnv:       secrets,
+		SessionKey:      f.session,
+		Labels:          labels,
+		FromCheckpoint:  f.from,
+		ProviderOptions: options,
+	}
+	if f.repo == "" && (f.ref != "" || f.depth != 0) {
+		return nil, usagef("--ref and --depth go with --repo")
+	}
+	if f.repo != "" || f.workspace != "" {
+		spec.Workspace = &berthv1.Workspace{Path: f.workspace}
+	}
+	if f.repo != "" {
+		spec.Workspace.Repo = &berthv1.Repo{Url: f.repo, Ref: f.ref, Depth: f.depth}
+	}
+	if f.cpus != 0 || f.memory != 0 || f.disk != 0 || f.pids != 0 {
+		spec.Resources = &berthv1.Resources{
+			Cpus: f.cpus, MemoryBytes: uint64(f.memory), DiskBytes: uint64(f.disk), Pids: f.pids,
+		}
+	}
+	if f.egress != "" {
+		mode, known := egressModes[f.egress]
+		if !known {
+			return nil, usagef("--egress %s: it must be none or open", f.egress)
+		}
+		spec.Egress = &berthv1.Egress{Mode: mode}
+	}
+	if f.maxLifetime.set || f.idle.set {
+		spec.Lifetime = &berthv1.Lifetime{Max: f.maxLifetime.proto(), Idle: f.idle.proto()}
+	}
+	return spec, nil
+}
+
+// create makes the call, shows on a terminal how it fares, and prints the sandbox.
+func (p *program) create(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest) error {
+	watch := p.watchCreate(ctx, c, request)
+	reply, err := c.Sandboxes().CreateSandbox(ctx, request)
+	seen := watch.stop()
+	if err != nil {
+		if ctx.Err() != nil || isDeadline(err) {
+			p.afterwards = p.createGoesOn(ctx, c, request, seen)
+		}
+		return err
+	}
+	sandbox := reply.GetSandbox()
+	return p.show(sandbox, sandbox.GetId(), func() error { return p.printLine(sandbox.GetId()) })
+}
+
+// createGoesOn says what becomes of a create whose caller leaves. The id is looked up once more if it
+// is not known: without it the caller could not destroy what it began.
+func (p *program) createGoesOn(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest, id string) string {
+	if id == "" {
+		lookup, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		if sandbox := findCreating(lookup, c, request); sandbox != nil {
+			id = sandbox.GetId()
+		}
+	}
+	if id == "" {
+		id = "ID"
+	}
+	return fmt.Sprintf("the operation goes on in the broker: join it with the same command and --request-id %s, find it with `berth ls`, or destroy it with `berth rm %s`",
+		request.GetRequestId(), id)
+}

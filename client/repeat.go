@@ -1,0 +1,243 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/oklog/ulid/v2"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// NewRequestID returns a fresh request_id.
+func NewRequestID() string { return "rq_" + ulid.Make().String() }
+
+// repeat is the unary interceptor: it gives mutating calls a request_id and repeats repeatable ones
+// while the broker is away or not ready. A call that can't be repeated is sent once, as soon as there
+// is a connection.
+func (c *Client) repeat(ctx context.Context, method string, request, reply any, conn *grpc.ClientConn,
+	invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
+) error {
+	request = withRequestID(request)
+	if !repeatable(request) {
+		c.connect(ctx, conn)
+		return c.explain(invoke(ctx, method, request, reply, conn, opts...))
+	}
+	var outage time.Time // when the first try failed
+	for attempt := 0; ; attempt++ {
+		err := c.explain(invoke(ctx, method, request, reply, conn, opts...))
+		if err == nil || !worthRepeating(ctx, err) {
+			return err
+		}
+		if outage.IsZero() {
+			outage = time.Now()
+		}
+		wait := backoffFor(attempt, err)
+		if time.Since(outage)+wait > c.patience() {
+			return err
+		}
+		if !pause(ctx, wait) {
+			return endedWhileRetrying(ctx, err)
+		}
+	}
+}
+
+// openStream is the stream interceptor. Streams are not repeated: what they resume from is known to
+// their reader only.
+func (c *Client) openStream(ctx context.Context, description *grpc.StreamDesc, conn *grpc.ClientConn, method string,
+	open grpc.Streamer, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	c.connect(ctx, conn)
+	stream, err := open(ctx, description, conn, method, opts...)
+	if err != nil {
+		return nil, c.explain(err)
+	}
+	return &explainedStream{ClientStream: stream, client: c}, nil
+}
+
+// explainedStream gives a stream's errors the same form as a call's.
+type explainedStream struct {
+	grpc.ClientStream
+	client *Client
+}
+
+// RecvMsg receives the next message.
+func (s *explainedStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+	if _, ok := status.FromError(err); !ok {
+		return err // io.EOF is the end, not a failure
+	}
+	return s.client.explain(err)
+}
+
+// patience is how long an outage is borne now.
+func (c *Client) patience() time.Duration {
+	if c.contact.lastHeard().IsZero() {
+		return c.options.firstPatience
+	}
+	return c.options.patience
+}
+
+// connect waits until there is a connection, the patience is over, or ctx ends; the call that
+// follows says what is wrong.
+func (c *Client) connect(ctx context.Context, conn *grpc.ClientConn) {
+	ctx, cancel := context.WithTimeout(ctx, c.patience())
+	defer cancel()
+	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
+		conn.Connect()
+		if !conn.WaitForStateChange(ctx, state) {
+			return
+		}
+	}
+}
+
+// explain notes that the broker was heard, and turns an UNAVAILABLE that no broker sent into an
+// UnreachableError.
+func (c *Client) explain(err error) error {
+	if err == nil {
+		c.contact.heard()
+		return nil
+	}
+	st, ok := status.FromError(err)
+	if !ok {
+		return err
+	}
+	switch {
+	case Info(err) != nil:
+		c.contact.heard()
+	case st.Code() == codes.Unavailable:
+		return c.contact.unreachable(st.Message())
+	}
+	return err
+}
+
+// withRequestID returns the request with a request_id if it mutates and has none. The caller's own
+// message stays as it is.
+func withRequestID(request any) any {
+	switch request.(type) {
+	case *berthv1.RunCommandRequest: // it would outlive its caller
+		return request
+	case *berthv1.WriteJobInputRequest: // its offset makes it repeatable
+		return request
+	}
+	message, ok := request.(proto.Message)
+	if !ok {
+		return request
+	}
+	original := message.ProtoReflect()
+	field := requestIDField(original)
+	if field == nil || original.Get(field).String() != "" {
+		return request
+	}
+	numbered := original.New() // shares its fields with the original; both are only read from here on
+	original.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		numbered.Set(field, value)
+		return true
+	})
+	numbered.SetUnknown(original.GetUnknown())
+	numbered.Set(field, protoreflect.ValueOfString(NewRequestID()))
+	return numbered.Interface()
+}
+
+// repeatable says whether sending the request twice does the same as sending it once: it only reads
+// (every mutating request has a request_id field), it bears a request_id, or it converges anyway.
+func repeatable(request any) bool {
+	switch request.(type) {
+	case *berthv1.DestroySandboxRequest, *berthv1.StopJobRequest, *berthv1.WriteJobInputRequest:
+		return true
+	}
+	message, ok := request.(proto.Message)
+	if !ok {
+		return false
+	}
+	reflected := message.ProtoReflect()
+	field := requestIDField(reflected)
+	return field == nil || reflected.Get(field).String() != ""
+}
+
+func requestIDField(message protoreflect.Message) protoreflect.FieldDescriptor {
+	return message.Descriptor().Fields().ByName("request_id")
+}
+
+// worthRepeating says whether another try can help: the broker is away or asks to come back. A
+// CANCELED that ctx did not cause comes from a broker that is being stopped.
+func worthRepeating(ctx context.Context, err error) bool {
+	if ctx.Err() != nil {
+		return false
+	}
+	code := status.Code(err)
+	return code == codes.Unavailable || code == codes.Canceled
+}
+
+// backoffFor is how long to wait before the next try: what the broker asks for, else doubling, and
+// spread so that many callers do not come back as one.
+func backoffFor(attempt int, err error) time.Duration {
+	wait := longestBackoff
+	if attempt < 16 {
+		wait = min(firstBackoff<<attempt, longestBackoff)
+	}
+	if asked, ok := RetryAfter(err); ok && asked > 0 {
+		return asked + rand.N(asked/10+1) //nolint:gosec // spreads load, hides nothing
+	}
+	return wait/2 + rand.N(wait) //nolint:gosec // spreads load, hides nothing
+}
+
+// endedError is the error of a call or a wait whose context ended between two tries. Its code is
+// that of the context's end.
+type endedError struct {
+	status *status.Status
+	cause  error
+}
+
+func (e *endedError) Error() string              { return e.status.Message() }
+func (e *endedError) Unwrap() error              { return e.cause }
+func (e *endedError) GRPCStatus() *status.Status { return e.status }
+
+// endedWhileRetrying keeps the last try's words.
+func endedWhileRetrying(ctx context.Context, last error) error {
+	st := status.FromContextError(ctx.Err())
+	return &endedError{status: status.New(st.Code(), fmt.Sprintf("%s; the last try failed: %v", st.Message(), last)), cause: last}
+}
+
+// endedWhile says what was being done when the context ended.
+func endedWhile(ctx context.Context, doing string) error {
+	st := status.FromContextError(ctx.Err())
+	return &endedError{status: status.New(st.Code(), doing+": "+st.Message()), cause: ctx.Err()}
+}
+
+// keepWaiting says whether a waiting helper goes on after err: the broker answers but is not ready,
+// or it has been away for no longer than the patience.
+func (c *Client) keepWaiting(ctx context.Context, err error) bool {
+	if ctx.Err() != nil {
+		return false
+	}
+	code := status.Code(err)
+	switch {
+	case code == codes.Unavailable && Info(err) != nil:
+		return true
+	case code == codes.Unavailable, code == codes.Canceled, code == codes.DeadlineExceeded:
+		last := c.contact.lastHeard()
+		return !last.IsZero() && time.Since(last) < c.options.patience
+	}
+	return false
+}
+
+// silent turns a long poll's own deadline into what it means: the broker did not answer.
+func (c *Client) silent(ctx context.Context, err error) error {
+	if ctx.Err() != nil || status.Code(err) != codes.DeadlineExceeded {
+		return err
+	}
+	if gone := (*UnreachableError)(nil); errors.As(err, &gone) {
+		return gone
+	}
+	return &UnreachableError{Address: c.address, Cause: fmt.Errorf("no answer within %v", pollWait+answerSlack)}
+}
