@@ -94,6 +94,7 @@ type Machine struct {
 	State   MachineState
 	Handle  Handle
 	Created time.Time // zero when not known
+	Note    string    // what is known of why it does not run, one line for people; empty otherwise
 	// ListenDir is MachineSpec.ListenDir; the broker fills it in before Dialer and Destroy.
 	ListenDir string
 }

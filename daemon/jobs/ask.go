@@ -30,15 +30,15 @@ func (s *Service) Poll(ctx context.Context, namespace, id string, wait time.Dura
 	if err != nil || isDone(job) {
 		return job, err
 	}
-	if stopped, err := s.machineStopped(job); err != nil || stopped {
-		return unknown(job), err
-	}
-	if wait > 0 {
-		limited, cancel := context.WithTimeout(ctx, wait)
-		defer cancel()
-		if job, err = s.until(limited, id, isDone); err == nil || ctx.Err() != nil || !errors.Is(err, context.DeadlineExceeded) {
-			return job, err
-		}
+	limited, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
+	job, err = s.until(limited, id, isDone)
+	switch {
+	case fault.Is(err, fault.WrongState):
+		job.State = berthv1.JobState_JOB_STATE_UNKNOWN
+		return job, nil
+	case err == nil, ctx.Err() != nil, !errors.Is(err, context.DeadlineExceeded):
+		return job, err
 	}
 	return s.live(ctx, job)
 }
@@ -62,19 +62,18 @@ func (s *Service) live(ctx context.Context, job *recordv1.JobRecord) (*recordv1.
 	return s.bringHome(ctx, job.GetMachineId(), status)
 }
 
-// machineStopped reports whether a job's machine is stopped, so that nobody can tell what became of
-// the job until the sandbox is resumed.
-func (s *Service) machineStopped(job *recordv1.JobRecord) (bool, error) {
+// machineStopped returns an error when a job's machine is stopped, so that nobody can tell what became
+// of the job until the sandbox is resumed.
+func (s *Service) machineStopped(job *recordv1.JobRecord) error {
 	sandbox, _, err := s.opts.Sandboxes.Get(job.GetNamespace(), job.GetSandboxId())
-	if fault.Is(err, fault.SandboxNotFound) {
-		return false, nil
+	switch {
+	case fault.Is(err, fault.SandboxNotFound):
+		return nil
+	case err == nil && sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_STOPPED:
+		return fault.New(fault.WrongState, "what became of job %s is not known, for its machine is STOPPED: resume sandbox %s to learn it, or destroy it",
+			job.GetId(), sandbox.GetId()).With("state", "STOPPED").With("wanted", "RUNNING")
 	}
-	return sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_STOPPED, err
-}
-
-func unknown(job *recordv1.JobRecord) *recordv1.JobRecord {
-	job.State = berthv1.JobState_JOB_STATE_UNKNOWN
-	return job
+	return err
 }
 
 // Stop ends a job and everything that it started, and returns it with its outcome. A job that is
@@ -85,6 +84,9 @@ func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grac
 		return nil, err
 	}
 	for {
+		if err := s.machineStopped(job); err != nil && !isDone(job) {
+			return nil, err
+		}
 		status, err := s.stopInGuest(ctx, job.GetMachineId(), &guestv1.StopRequest{
 			JobId: id, Grace: grace, Reason: "stop_requested: by StopJob",
 		})
@@ -212,13 +214,15 @@ func (s *Service) ReadOutput(ctx context.Context, namespace, id string, stream b
 			return nil, fault.New(fault.Recovering, "job %s is being started: try again", id).Retry(time.Second)
 		}
 	}
-	return s.readKept(job, stream, offset, limit)
+	return s.readRanges(job, stream, factsOf(job, stream), offset, limit)
 }
 
 // readLive asks the guest, which has all there is of a job until its receipt is home.
 func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64, wait time.Duration) (*Piece, error) {
-	if stopped, err := s.machineStopped(job); err != nil || stopped {
-		return s.readStopped(job, stream, offset, limit, err)
+	if err := s.machineStopped(job); fault.Is(err, fault.WrongState) {
+		return s.readStopped(job, stream, offset, limit)
+	} else if err != nil {
+		return nil, err
 	}
 	response, err := s.readInGuest(ctx, job.GetMachineId(), &guestv1.ReadRequest{
 		JobId: job.GetId(), Stream: stream, Offset: offset, MaxBytes: limit, Wait: durationpb.New(wait),
@@ -242,19 +246,13 @@ func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream 
 }
 
 // readStopped returns what came home of a job whose machine is stopped.
-func (s *Service) readStopped(job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64, err error) (*Piece, error) {
-	if err != nil {
-		return nil, err
-	}
+func (s *Service) readStopped(job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64) (*Piece, error) {
 	facts := s.closedFacts(job.GetId(), stream, factsOf(job, stream))
 	facts.Sealed = false
 	return s.readRanges(job, stream, facts, offset, limit)
 }
 
-func (s *Service) readKept(job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64) (*Piece, error) {
-	return s.readRanges(job, stream, factsOf(job, stream), offset, limit)
-}
-
+// readRanges returns bytes of what is at home.
 func (s *Service) readRanges(job *recordv1.JobRecord, stream berthv1.Stream, facts *berthv1.OutputFacts, offset, limit uint64) (*Piece, error) {
 	if offset == facts.GetTotalBytes() {
 		return &Piece{Facts: facts, EOF: facts.GetSealed()}, nil

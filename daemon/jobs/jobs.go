@@ -377,13 +377,17 @@ func (s *Service) touch(sandboxID string) {
 	})
 }
 
-// until waits until a job is as wanted and returns it. Its error is the context's.
+// until waits until a job is as wanted and returns it. Its error is the context's, or WRONG_STATE
+// when the job's machine is stopped: then nobody knows what became of it until that is resumed.
 func (s *Service) until(ctx context.Context, jobID string, wanted func(*recordv1.JobRecord) bool) (*recordv1.JobRecord, error) {
 	changed, stop := s.news.about(jobID)
 	defer stop()
 	for {
 		job, err := s.job(jobID)
 		if err != nil || wanted(job) {
+			return job, err
+		}
+		if err := s.machineStopped(job); err != nil {
 			return job, err
 		}
 		select {

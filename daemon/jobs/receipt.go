@@ -145,7 +145,7 @@ func (s *Service) close(job *recordv1.JobRecord, outcome *berthv1.Outcome) {
 
 // closedFacts is what is known of a stream of which no more can be had.
 func (s *Service) closedFacts(jobID string, stream berthv1.Stream, known *berthv1.OutputFacts) *berthv1.OutputFacts {
-	facts := &berthv1.OutputFacts{Sealed: true, EndAtExit: known.EndAtExit, TotalBytes: known.GetTotalBytes()} //nolint:protogetter // presence matters
+	facts := &berthv1.OutputFacts{Sealed: true, EndAtExit: endAtExit(known), TotalBytes: known.GetTotalBytes()}
 	facts.Kept = s.output.ranges(jobID, stream)
 	for _, r := range facts.GetKept() {
 		facts.TotalBytes = max(facts.GetTotalBytes(), r.GetTo())
@@ -171,8 +171,8 @@ func (s *Service) LoseJobs(tx *store.Tx, machineID, reason string) ([]string, er
 	return ended, nil
 }
 
-// JobsEnded tells who waits for jobs that LoseJobs ended.
-func (s *Service) JobsEnded(ids []string) {
+// JobsChanged tells who waits for jobs to look at them again.
+func (s *Service) JobsChanged(ids []string) {
 	for _, id := range ids {
 		s.news.tell(id)
 	}
@@ -181,10 +181,7 @@ func (s *Service) JobsEnded(ids []string) {
 // fetch copies the output that a guest keeps of one stream and returns the facts of the copy. A full
 // disk here loses output, counted as dropped, and never the outcome.
 func (s *Service) fetch(ctx context.Context, machineID string, job *recordv1.JobRecord, stream berthv1.Stream, from *berthv1.OutputFacts) (*berthv1.OutputFacts, error) {
-	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed()}
-	if from.EndAtExit != nil {
-		facts.EndAtExit = proto.Uint64(min(from.GetEndAtExit(), from.GetTotalBytes()))
-	}
+	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), EndAtExit: endAtExit(from)}
 	if job.GetKeepOutput() {
 		budget := outputLimit(job)
 		for _, kept := range inOrder(firstTwo(from.GetKept())) {
@@ -309,6 +306,14 @@ func (s *Service) RemoveReceipts(ctx context.Context, before time.Time, most int
 
 // OutputBytes returns how much output is kept in all.
 func (s *Service) OutputBytes() uint64 { return s.output.size() }
+
+// endAtExit is a stream's length at the leader's exit, where it is known.
+func endAtExit(facts *berthv1.OutputFacts) *uint64 {
+	if facts == nil || facts.EndAtExit == nil {
+		return nil
+	}
+	return proto.Uint64(min(facts.GetEndAtExit(), facts.GetTotalBytes()))
+}
 
 func outputLimit(job *recordv1.JobRecord) uint64 {
 	if limit := job.GetSpec().GetOutputLimitBytes(); limit != 0 {

@@ -137,7 +137,7 @@ func (s *Service) fill(job *recordv1.JobRecord, status *guestv1.Status) {
 // notKept is a stream's facts in a receipt that keeps no output.
 func notKept(facts *berthv1.OutputFacts) *berthv1.OutputFacts {
 	return &berthv1.OutputFacts{
-		TotalBytes: facts.GetTotalBytes(), DroppedBytes: facts.GetTotalBytes(), EndAtExit: facts.EndAtExit, Sealed: true, //nolint:protogetter // presence matters
+		TotalBytes: facts.GetTotalBytes(), DroppedBytes: facts.GetTotalBytes(), EndAtExit: endAtExit(facts), Sealed: true,
 	}
 }
 

@@ -44,8 +44,8 @@ type Hooks struct {
 	SettleJobs func(ctx context.Context, machineID string)
 	// LoseJobs ends, in the transaction, the jobs of a machine that is gone; it returns their ids.
 	LoseJobs func(tx *store.Tx, machineID, reason string) ([]string, error)
-	// JobsEnded is told, after the commit, which jobs LoseJobs ended.
-	JobsEnded func(jobIDs []string)
+	// JobsChanged is told, after the commit, which jobs LoseJobs ended, or whose machine was stopped.
+	JobsChanged func(jobIDs []string)
 }
 
 // Options configure a Service. All but Now are required.

@@ -115,7 +115,9 @@ func (s *Service) Look(ctx context.Context, machineID string) Verdict {
 		return Gone
 	case err != nil:
 		return Unsure
-	case found.State == providers.MachineStopped || found.State == providers.MachinePartial:
+	case found.State == providers.MachinePartial:
+		return Gone // it was whole when it was booted: whatever is left is no machine any more
+	case found.State == providers.MachineStopped:
 		return Stopped
 	default:
 		return Present
@@ -125,11 +127,21 @@ func (s *Service) Look(ctx context.Context, machineID string) Verdict {
 // MarkStopped writes down that a machine's processes are gone and its disk is there. Its jobs stay
 // open: resuming the sandbox tells what became of them.
 func (s *Service) MarkStopped(ctx context.Context, machineID string) error {
-	return s.mark(ctx, machineID, func(_ *store.Tx, _ *recordv1.MachineRecord, sandbox *recordv1.SandboxRecord) (string, string, error) {
+	var open []string
+	err := s.mark(ctx, machineID, func(tx *store.Tx, _ *recordv1.MachineRecord, sandbox *recordv1.SandboxRecord) (string, string, error) {
 		cause := fault.New(fault.WrongState, "the machine's guest and processes are gone (killed, or the host was rebooted): resume the sandbox to go on with its disk")
 		sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_STOPPED, problem(cause, s.opts.Now())
-		return "sandbox.stopped", cause.Error(), nil
+		open = nil
+		jobs, err := tx.OpenJobs(machineID)
+		for _, job := range jobs {
+			open = append(open, job.GetId())
+		}
+		return "sandbox.stopped", cause.Error(), err
 	})
+	if err == nil {
+		s.opts.Hooks.JobsChanged(open)
+	}
+	return err
 }
 
 // MarkLost writes down that the provider no longer has a machine that the broker did not destroy.
@@ -143,7 +155,7 @@ func (s *Service) MarkLost(ctx context.Context, machineID string) error {
 		return "sandbox.lost", cause.Error(), err
 	})
 	if err == nil {
-		s.opts.Hooks.JobsEnded(ended)
+		s.opts.Hooks.JobsChanged(ended)
 	}
 	return err
 }

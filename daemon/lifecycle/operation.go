@@ -19,6 +19,8 @@ const (
 	retryFirst = 50 * time.Millisecond // after an ambiguous answer the step probes again this soon
 	retryMost  = 15 * time.Second      // and at least this often: a provider that came back is used soon
 	giveUp     = 10 * time.Minute      // a create or resume whose steps still fail after this is undone
+	// maxReboots of a machine that stops while it is set up: a crash may be bad luck, three are not.
+	maxReboots = 2
 	// maxErrorText bounds what a provider's words may add to a record.
 	maxErrorText = 2048
 )
@@ -169,7 +171,12 @@ func (s *Service) due(ctx context.Context, id string) (*recordv1.OperationRecord
 // failed writes down why a step did not do, and decides whether it is tried again or undone.
 func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecord, cause error) error {
 	now := s.opts.Now()
-	undo := undoable(operation) && (definite(cause) || now.Sub(timeOf(operation.GetCreateTime())) > giveUp)
+	stopped, note := s.stoppedMeanwhile(ctx, operation)
+	reboot := stopped && operation.GetReboots() < maxReboots
+	if stopped && !reboot {
+		cause = fault.New(fault.MachineGone, "machine %s stopped again and again while it was set up: %s", operation.GetMachineId(), note)
+	}
+	undo := undoable(operation) && !reboot && (definite(cause) || now.Sub(timeOf(operation.GetCreateTime())) > giveUp)
 	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
 		operation.Attempts++
 		operation.LastError = cutText(cause.Error())
@@ -180,6 +187,9 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 		}
 		sandbox.LastError = problem(cause, now)
 		sandbox.LastError.Message = cutText(sandbox.GetLastError().GetMessage())
+		if reboot {
+			operation.Step, operation.Reboots, operation.NotBefore = firstStep[operation.GetKind()], operation.GetReboots()+1, nil
+		}
 		if undo {
 			operation.Undoing, operation.NotBefore, operation.Attempts = sandbox.GetLastError(), nil, 0
 			operation.Step = undoStep[operation.GetKind()]
@@ -191,6 +201,20 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 		}
 		return errors.Join(tx.PutSandbox(sandbox, "", ""), tx.PutOperation(operation))
 	})
+}
+
+// stoppedMeanwhile reports whether the machine that an operation is setting up has stopped, so that
+// it has to be booted again, and what its provider knows of it.
+func (s *Service) stoppedMeanwhile(ctx context.Context, operation *recordv1.OperationRecord) (stopped bool, note string) {
+	if !undoable(operation) || operation.GetStep() == firstStep[operation.GetKind()] {
+		return false, ""
+	}
+	machine, err := s.machineRecord(operation.GetMachineId())
+	if err != nil {
+		return false, ""
+	}
+	found, err := s.inspect(ctx, machine)
+	return err == nil && found.State == providers.MachineStopped, found.Note
 }
 
 // undoable reports whether a step that fails for good can be given up: a destroy never is.

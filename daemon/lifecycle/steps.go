@@ -149,7 +149,7 @@ func (s *Service) firstHello(ctx context.Context, machine *recordv1.MachineRecor
 		case errors.Is(inspectErr, providers.ErrNotFound):
 			return nil, fault.New(fault.MachineGone, "machine %s vanished before its guest answered", machine.GetId())
 		case inspectErr == nil && found.State == providers.MachineStopped:
-			return nil, fault.New(fault.MachineGone, "machine %s stopped before its guest answered: see the provider's log of it", machine.GetId())
+			return nil, fmt.Errorf("machine %s stopped before its guest answered: %s: %w", machine.GetId(), found.Note, providers.ErrAmbiguous)
 		case limited.Err() != nil:
 			return nil, fmt.Errorf("the guest of machine %s did not answer within %s: %w", machine.GetId(), guestTimeout, err)
 		}
@@ -343,7 +343,7 @@ func (s *Service) end(ctx context.Context, operation *recordv1.OperationRecord, 
 		)
 	})
 	if err == nil {
-		s.opts.Hooks.JobsEnded(ended)
+		s.opts.Hooks.JobsChanged(ended)
 	}
 	// gofail: var lifecycleAfterEnd struct{}
 	// fault.Die()

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -108,8 +109,9 @@ func readConfig(path string, c *config) error {
 	}
 	decoder := yaml.NewDecoder(bytes.NewReader(data))
 	decoder.KnownFields(true)
-	if err := decoder.Decode(c); err != nil && err != io.EOF { //nolint:errorlint // Decode returns it bare
-		return fmt.Errorf("--config %s: %w", path, err)
+	if err := decoder.Decode(c); err != nil && !errors.Is(err, io.EOF) {
+		// The library's errors are several lines, and this daemon's are one.
+		return fmt.Errorf("--config %s: %s", path, strings.Join(strings.Fields(err.Error()), " "))
 	}
 	return nil
 }

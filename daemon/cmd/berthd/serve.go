@@ -152,7 +152,7 @@ func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets stri
 	}
 	d.sandboxes.SetHooks(lifecycle.Hooks{
 		PrepareWorkspace: workspace.Preparer{Links: d.links, Environment: d.sandboxes.Environment}.Prepare,
-		SettleJobs:       d.jobs.SettleJobs, LoseJobs: d.jobs.LoseJobs, JobsEnded: d.jobs.JobsEnded,
+		SettleJobs:       d.jobs.SettleJobs, LoseJobs: d.jobs.LoseJobs, JobsChanged: d.jobs.JobsChanged,
 	})
 	d.reconcile = reconcile.New(reconcile.Options{
 		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,

@@ -1003,8 +1003,10 @@ type OperationRecord struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,10,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// It is being undone, for this reason; its steps are those of a destroy.
 	Undoing *v1.Problem `protobuf:"bytes,11,opt,name=undoing,proto3" json:"undoing,omitempty"`
-	// The machine was running jobs of this generation when it was written down.
-	Generation    uint64 `protobuf:"varint,12,opt,name=generation,proto3" json:"generation,omitempty"`
+	// The sandbox's generation when it was written down; what it boots is the next one.
+	Generation uint64 `protobuf:"varint,12,opt,name=generation,proto3" json:"generation,omitempty"`
+	// How often the machine was booted again because it stopped in the middle of the operation.
+	Reboots       uint32 `protobuf:"varint,13,opt,name=reboots,proto3" json:"reboots,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1119,6 +1121,13 @@ func (x *OperationRecord) GetUndoing() *v1.Problem {
 func (x *OperationRecord) GetGeneration() uint64 {
 	if x != nil {
 		return x.Generation
+	}
+	return 0
+}
+
+func (x *OperationRecord) GetReboots() uint32 {
+	if x != nil {
+		return x.Reboots
 	}
 	return 0
 }
@@ -1462,7 +1471,7 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\x03env\x18\x01 \x03(\v2(.berth.record.v1.SandboxSecrets.EnvEntryR\x03env\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc5\x03\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdf\x03\n" +
 	"\x0fOperationRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x122\n" +
@@ -1483,7 +1492,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\aundoing\x18\v \x01(\v2\x11.berth.v1.ProblemR\aundoing\x12\x1e\n" +
 	"\n" +
 	"generation\x18\f \x01(\x04R\n" +
-	"generation\"\xc1\x01\n" +
+	"generation\x12\x18\n" +
+	"\areboots\x18\r \x01(\rR\areboots\"\xc1\x01\n" +
 	"\rRequestRecord\x12\x1b\n" +
 	"\tbody_hash\x18\x01 \x01(\fR\bbodyHash\x12!\n" +
 	"\fhash_version\x18\x02 \x01(\rR\vhashVersion\x12\x16\n" +

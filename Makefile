@@ -1,0 +1,99 @@
+# Everything that is done to this tree is done through this file. It needs Go, git and make; what a
+# target needs beside those is said by the target when it is missing.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# A build says what VERSION says; the go command need not ask git a second time, which fails where the
+# tree belongs to another user.
+export GOFLAGS := $(GOFLAGS) -buildvcs=false
+
+TOOLS := bin/tools
+# What `berthd --version` and its siblings say. A tree without git is "unknown".
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS = -s -w -X main.version=$(VERSION)
+PROGRAMS := ./daemon/cmd/berthd ./client/cmd/berth ./providers/guest/cmd/berth-guest
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.* ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target does; do \
+		printf '  %-15s %s\n' "$$target" "$$does"; done
+
+# ---- The programs ----------------------------------------------------------------------------------
+
+.PHONY: build
+build: ## build berthd, berth and berth-guest into bin/, static and stripped
+	@mkdir -p bin
+	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/ $(PROGRAMS)
+
+.PHONY: demo
+demo: build ## start a broker on this machine and show what it does
+	go run ./examples/demo
+
+# ---- Tests -----------------------------------------------------------------------------------------
+
+TESTSUM := $(TOOLS)/testsum
+
+.PHONY: $(TESTSUM)
+$(TESTSUM):
+	@go build -o $@ ./conformance/cmd/testsum
+
+.PHONY: test
+test: $(TESTSUM) ## vet and test everything; what was skipped is listed at the end with its reason
+	go vet ./...
+	$(TESTSUM) -vet=off ./...
+
+.PHONY: race
+race: $(TESTSUM) ## the same tests under the race detector (needs a C compiler)
+	@command -v "$$(go env CC)" >/dev/null || { \
+		echo "make race: the race detector needs a C compiler, and there is no $$(go env CC) here (install gcc)" >&2; exit 1; }
+	CGO_ENABLED=1 $(TESTSUM) -vet=off -race ./...
+
+.PHONY: crash
+crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
+	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/...
+
+# ---- The source ------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: $(TOOLS)/golangci-lint $(TOOLS)/buf ## golangci-lint with gofmt, and buf lint
+	$(TOOLS)/golangci-lint run ./...
+	$(TOOLS)/buf lint
+
+.PHONY: generate
+generate: $(TOOLS)/buf $(TOOLS)/protoc-gen-go $(TOOLS)/protoc-gen-go-grpc ## write the *.pb.go files anew from proto/
+	$(TOOLS)/buf generate
+
+.PHONY: generate-check
+generate-check: generate ## fail if that changes what git has of proto/
+	@changes="$$(git status --porcelain -- proto)"; test -z "$$changes" || { \
+		printf '%s\n' "$$changes"; echo "make generate-check: proto/ differs from what is committed" >&2; exit 1; }
+
+.PHONY: breaking
+breaking: $(TOOLS)/buf ## fail if proto/ breaks those who were built against proto/baseline.binpb
+	$(TOOLS)/buf breaking proto --against proto/baseline.binpb
+
+.PHONY: baseline
+baseline: $(TOOLS)/buf ## renew that baseline from proto/ as it stands (CONTRIBUTING.md says when)
+	$(TOOLS)/buf build proto --exclude-source-info -o proto/baseline.binpb
+
+.PHONY: clean
+clean: ## remove what the other targets made
+	rm -rf bin
+
+# ---- Tools -----------------------------------------------------------------------------------------
+# They live in a module of their own, so that the product's dependencies stay few. The one exception
+# is protoc-gen-go: generated code and runtime must be of one version, the product's.
+
+TOOL_PACKAGE_buf                := github.com/bufbuild/buf/cmd/buf
+TOOL_PACKAGE_golangci-lint      := github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+TOOL_PACKAGE_protoc-gen-go-grpc := google.golang.org/grpc/cmd/protoc-gen-go-grpc
+TOOL_PACKAGE_grpcurl            := github.com/fullstorydev/grpcurl/cmd/grpcurl
+
+$(addprefix $(TOOLS)/,buf golangci-lint protoc-gen-go-grpc grpcurl): tools/go.mod
+	go build -C tools -o $(CURDIR)/$@ $(TOOL_PACKAGE_$(@F))
+	@touch $@
+
+$(TOOLS)/protoc-gen-go: go.mod
+	go build -o $@ google.golang.org/protobuf/cmd/protoc-gen-go
+	@touch $@

@@ -1,0 +1,589 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+var programs broker.Programs
+
+func TestMain(m *testing.M) {
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "berth-api-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	if programs, err = broker.Build(context.Background(), dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	code := m.Run()
+	if err := goleak.Find(); err != nil && code == 0 {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return code
+}
+
+// world is a broker that runs, and a client of it.
+type world struct {
+	*broker.Broker
+	*client.Client
+	ctx context.Context
+}
+
+func start(t *testing.T, args ...string) *world {
+	t.Helper()
+	b := broker.New(t, programs, args...)
+	b.Start(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	t.Cleanup(cancel)
+	return &world{Broker: b, Client: b.Client(t), ctx: ctx}
+}
+
+func (w *world) create(t *testing.T, spec *berthv1.SandboxSpec) *berthv1.Sandbox {
+	t.Helper()
+	reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: spec})
+	if err != nil {
+		t.Fatalf("create a sandbox: %v", err)
+	}
+	return reply.GetSandbox()
+}
+
+func (w *world) destroy(t *testing.T, id string) {
+	t.Helper()
+	reply, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: id})
+	if err != nil {
+		t.Fatalf("destroy sandbox %s: %v", id, err)
+	}
+	if state := reply.GetSandbox().GetState(); state != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
+		t.Fatalf("a destroyed sandbox is %s", state)
+	}
+}
+
+func (w *world) start(t *testing.T, sandbox, shell string) *berthv1.Job {
+	t.Helper()
+	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}})
+	if err != nil {
+		t.Fatalf("start a job: %v", err)
+	}
+	return reply.GetJob()
+}
+
+func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
+	t.Helper()
+	reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
+		SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}, TextOutput: true,
+	})
+	if err != nil {
+		t.Fatalf("run %q: %v", shell, err)
+	}
+	return reply
+}
+
+func (w *world) wait(t *testing.T, job string) *berthv1.Job {
+	t.Helper()
+	done, err := w.WaitJob(w.ctx, job)
+	if err != nil {
+		t.Fatalf("wait for job %s: %v", job, err)
+	}
+	return done
+}
+
+func (w *world) output(t *testing.T, job string) string {
+	t.Helper()
+	data, gaps, err := w.ReadAllOutput(w.ctx, job, berthv1.Stream_STREAM_STDOUT)
+	if err != nil {
+		t.Fatalf("read the output of job %s: %v", job, err)
+	}
+	if len(gaps) > 0 {
+		t.Fatalf("the output of job %s has gaps: %v", job, gaps)
+	}
+	return string(data)
+}
+
+func (w *world) restart(t *testing.T) {
+	t.Helper()
+	w.Kill(t)
+	w.Start(t)
+}
+
+func wantExit(t *testing.T, job *berthv1.Job, code int32) {
+	t.Helper()
+	outcome := job.GetOutcome()
+	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.ExitCode == nil || outcome.GetExitCode() != code {
+		t.Fatalf("job %s ended as %v, want exit code %d", job.GetId(), outcome, code)
+	}
+}
+
+func wantReason(t *testing.T, err error, reason berthv1.Reason) {
+	t.Helper()
+	if !client.Is(err, reason) {
+		t.Fatalf("the error is %v, want reason %s", err, reason)
+	}
+}
+
+// repository makes a git repository with one file and a tag.
+func repository(t *testing.T) string {
+	t.Helper()
+	dir := filepath.Join(t.TempDir(), "repo")
+	for _, args := range [][]string{
+		{"init", "-q", "-b", "trunk", dir},
+		{"-C", dir, "config", "user.name", "Test"},
+		{"-C", dir, "config", "user.email", "test@example.invalid"},
+		{"-C", dir, "commit", "-q", "--allow-empty", "-m", "first"},
+		{"-C", dir, "tag", "v1"},
+	} {
+		git(t, args...)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "README"), []byte("hello\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	git(t, "-C", dir, "add", ".")
+	git(t, "-C", dir, "commit", "-q", "-m", "second")
+	git(t, "-C", dir, "branch", "side")
+	return dir
+}
+
+func git(t *testing.T, args ...string) string {
+	t.Helper()
+	out, err := exec.Command("git", args...).CombinedOutput() //nolint:gosec,noctx // our own arguments
+	if err != nil {
+		t.Fatalf("git %v: %v: %s", args, err, out)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+func TestAJobOutlivesItsBroker(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repository(t)}}})
+	if got := w.run(t, sandbox.GetId(), "cat README").GetStdout().GetText(); got != "hello\n" {
+		t.Fatalf("the clone's README is %q", got)
+	}
+	job := w.start(t, sandbox.GetId(), `for i in 1 2 3 4 5 6 7 8 9 10; do printf 'line %d \377\000\n' $i | tee -a copy; sleep 0.2; done; exit 42`)
+	if job.GetState() != berthv1.JobState_JOB_STATE_RUNNING || !job.GetDetached() {
+		t.Fatalf("a started job is %s", job.GetState())
+	}
+	w.Kill(t)
+	pause(300 * time.Millisecond)
+	w.Start(t)
+	wantExit(t, w.wait(t, job.GetId()), 42)
+	got := w.output(t, job.GetId())
+	want, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "copy"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(want) || strings.Count(got, "line") != 10 {
+		t.Fatalf("the broker has %q, and the job wrote %q", got, want)
+	}
+	w.destroy(t, sandbox.GetId())
+	wantExit(t, w.wait(t, job.GetId()), 42)
+	if w.output(t, job.GetId()) != string(want) {
+		t.Fatal("the receipt's output changed when the machine was destroyed")
+	}
+	w.WantNothingLeft(t)
+	w.Stop(t)
+}
+
+func TestAJobThatEndsWhileTheBrokerIsDeadKeepsItsOutcome(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil)
+	job := w.start(t, sandbox.GetId(), "echo done; exit 3")
+	killed := w.start(t, sandbox.GetId(), "sleep 0.5; kill -9 $$")
+	w.Kill(t)
+	pause(time.Second)
+	w.Start(t)
+	wantExit(t, w.wait(t, job.GetId()), 3)
+	outcome := w.wait(t, killed.GetId()).GetOutcome()
+	if outcome.GetCause() != berthv1.Cause_CAUSE_SIGNALED || outcome.GetWaitStatus().GetSignal() != 9 || outcome.GetExitCode() != 137 {
+		t.Fatalf("a job that killed itself ended as %v", outcome)
+	}
+	w.destroy(t, sandbox.GetId())
+	w.WantNothingLeft(t)
+}
+
+func TestOutcomesAreTrue(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	type want struct {
+		cause  berthv1.Cause
+		code   int32
+		reason string
+	}
+	for name, c := range map[string]struct {
+		spec *berthv1.JobSpec
+		want want
+	}{
+		"success":                  {&berthv1.JobSpec{Argv: []string{"true"}}, want{berthv1.Cause_CAUSE_EXITED, 0, ""}},
+		"failure":                  {&berthv1.JobSpec{Argv: []string{"false"}}, want{berthv1.Cause_CAUSE_EXITED, 1, ""}},
+		"255":                      {&berthv1.JobSpec{Shell: "exit 255"}, want{berthv1.Cause_CAUSE_EXITED, 255, ""}},
+		"death by TERM":            {&berthv1.JobSpec{Shell: "kill -TERM $$"}, want{berthv1.Cause_CAUSE_SIGNALED, 143, ""}},
+		"a program that is absent": {&berthv1.JobSpec{Argv: []string{"no-such-program"}}, want{berthv1.Cause_CAUSE_FAILED_TO_START, 127, "not_found"}},
+		"a file that is no program": {&berthv1.JobSpec{Argv: []string{"/etc/passwd"}},
+			want{berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable"}},
+		"a directory that is absent": {&berthv1.JobSpec{Argv: []string{"true"}, Cwd: "no/such"}, want{berthv1.Cause_CAUSE_FAILED_TO_START, 126, "cwd_missing"}},
+		"a timeout": {&berthv1.JobSpec{Shell: "trap '' TERM; sleep 60 & wait; sleep 60", Timeout: durationpb.New(200 * time.Millisecond),
+			KillGrace: durationpb.New(200 * time.Millisecond)}, want{berthv1.Cause_CAUSE_TIMED_OUT, 124, ""}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ran, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{SandboxId: sandbox, Spec: c.spec})
+			if err != nil {
+				t.Fatal(err)
+			}
+			started, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: c.spec})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for how, job := range map[string]*berthv1.Job{"attached": ran.GetJob(), "detached": w.wait(t, started.GetJob().GetId())} {
+				outcome := job.GetOutcome()
+				if outcome.GetCause() != c.want.cause || outcome.GetExitCode() != c.want.code || !strings.HasPrefix(outcome.GetReason(), c.want.reason) {
+					t.Errorf("%s: it ended as %v, want %v", how, outcome, c.want)
+				}
+			}
+		})
+	}
+	w.destroy(t, sandbox)
+}
+
+func TestTheSameRequestGivesTheSameAnswer(t *testing.T) {
+	w := start(t)
+	create := &berthv1.CreateSandboxRequest{RequestId: "create-1", Spec: &berthv1.SandboxSpec{Labels: map[string]string{"a": "b"}}}
+	first, err := w.Sandboxes().CreateSandbox(w.ctx, create)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sandbox := first.GetSandbox().GetId()
+	counter := filepath.Join(first.GetSandbox().GetWorkspacePath(), "count")
+	startJob := &berthv1.StartJobRequest{RequestId: "start-1", SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: "echo x >> count"}}
+	runCommand := &berthv1.RunCommandRequest{RequestId: "run-1", SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: "echo y >> count; echo $RANDOM$RANDOM"}}
+	var job, random string
+	for round := range 3 {
+		again, err := w.Sandboxes().CreateSandbox(w.ctx, create)
+		if err != nil || again.GetSandbox().GetId() != sandbox {
+			t.Fatalf("round %d: the same create gave %v, %v", round, again, err)
+		}
+		started, err := w.Jobs().StartJob(w.ctx, startJob)
+		if err != nil || job != "" && started.GetJob().GetId() != job {
+			t.Fatalf("round %d: the same start gave %v, %v", round, started, err)
+		}
+		job = started.GetJob().GetId()
+		ran, err := w.Jobs().RunCommand(w.ctx, runCommand)
+		if err != nil || random != "" && string(ran.GetStdout().GetHead()) != random {
+			t.Fatalf("round %d: the same run gave %v, %v; before it was %q", round, ran, err, random)
+		}
+		random = string(ran.GetStdout().GetHead())
+		wantExit(t, w.wait(t, job), 0)
+		w.restart(t)
+	}
+	count, err := os.ReadFile(counter)
+	if err != nil || strings.Count(string(count), "x") != 1 || strings.Count(string(count), "y") != 1 {
+		t.Fatalf("the commands ran as often as %q says (%v)", count, err)
+	}
+	create.Spec.Labels["a"] = "c"
+	_, err = w.Sandboxes().CreateSandbox(w.ctx, create)
+	wantReason(t, err, berthv1.Reason_REASON_REQUEST_ID_REUSED)
+	_, err = w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{RequestId: "create-1", SandboxId: sandbox, Spec: startJob.GetSpec()})
+	wantReason(t, err, berthv1.Reason_REASON_REQUEST_ID_REUSED)
+	w.destroy(t, sandbox)
+}
+
+func TestCallsNameTheGenerationThatTheyMean(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil)
+	if sandbox.GetGeneration() != 1 {
+		t.Fatalf("the first generation is %d", sandbox.GetGeneration())
+	}
+	run := func(generation uint64) error {
+		_, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
+			SandboxId: sandbox.GetId(), IfGeneration: generation, Spec: &berthv1.JobSpec{Argv: []string{"true"}},
+		})
+		return err
+	}
+	if err := run(1); err != nil {
+		t.Fatal(err)
+	}
+	wantReason(t, run(2), berthv1.Reason_REASON_OTHER_GENERATION)
+	_, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{
+		SandboxId: sandbox.GetId(), Lease: &berthv1.LeaseRef{Id: "ls_1", Epoch: 1}, Spec: &berthv1.JobSpec{Argv: []string{"true"}},
+	})
+	wantReason(t, err, berthv1.Reason_REASON_LEASE_LOST)
+	w.destroy(t, sandbox.GetId())
+	wantReason(t, run(1), berthv1.Reason_REASON_NOT_RUNNING)
+	wantReason(t, run(0), berthv1.Reason_REASON_WRONG_STATE)
+}
+
+func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	for name, c := range map[string]struct {
+		spec   *berthv1.SandboxSpec
+		reason berthv1.Reason
+		words  string
+	}{
+		"a provider that is not there": {&berthv1.SandboxSpec{Provider: "moon"}, berthv1.Reason_REASON_PROVIDER_NOT_FOUND, "spec.provider"},
+		"an image":                     {&berthv1.SandboxSpec{Image: "debian"}, berthv1.Reason_REASON_CAPABILITY_MISSING, "spec.image"},
+		"memory":                       {&berthv1.SandboxSpec{Resources: &berthv1.Resources{MemoryBytes: 1 << 30}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "memory_bytes"},
+		"no egress":                    {&berthv1.SandboxSpec{Egress: &berthv1.Egress{Mode: berthv1.Egress_MODE_NONE}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "spec.egress"},
+		"a workspace of one's own":     {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Path: "/x"}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "workspace.path"},
+		"an unknown option":            {&berthv1.SandboxSpec{ProviderOptions: map[string]string{"x": "y"}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "provider_options"},
+		"a lifetime":                   {&berthv1.SandboxSpec{Lifetime: &berthv1.Lifetime{Max: durationpb.New(time.Hour)}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "lifetime"},
+		"a variable without a name":    {&berthv1.SandboxSpec{Env: map[string]string{"": "y"}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.env"},
+		"a secret twice":               {&berthv1.SandboxSpec{Env: map[string]string{"A": "y"}, SecretEnv: map[string]string{"A": "z"}}, berthv1.Reason_REASON_INVALID_FIELD, "secret_env"},
+		"a password in a URL":          {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "https://user:pw@h/x"}}}, berthv1.Reason_REASON_INVALID_FIELD, "repo.url"},
+		"an option as a URL":           {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "--upload-pack=x"}}}, berthv1.Reason_REASON_INVALID_FIELD, "repo.url"},
+		"an option as a ref":           {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/x", Ref: "--x"}}}, berthv1.Reason_REASON_INVALID_FIELD, "repo.ref"},
+		"a label's key":                {&berthv1.SandboxSpec{Labels: map[string]string{"a b": ""}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.labels"},
+		"a repository that is absent":  {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/no/such/repo"}}}, berthv1.Reason_REASON_WORKSPACE_FAILED, "/no/such/repo"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: c.spec})
+			wantReason(t, err, c.reason)
+			if !strings.Contains(err.Error(), c.words) {
+				t.Errorf("the error does not name %s: %v", c.words, err)
+			}
+			if c.reason == berthv1.Reason_REASON_INVALID_FIELD && len(client.Violations(err)) == 0 {
+				t.Error("the error has no field violations")
+			}
+		})
+	}
+	for name, c := range map[string]struct {
+		spec  *berthv1.JobSpec
+		words string
+	}{
+		"nothing":               {nil, "spec"},
+		"no command":            {&berthv1.JobSpec{}, "spec.argv"},
+		"two commands":          {&berthv1.JobSpec{Argv: []string{"x"}, Shell: "x"}, "spec.shell"},
+		"an empty program":      {&berthv1.JobSpec{Argv: []string{""}}, "spec.argv[0]"},
+		"a NUL in an argument":  {&berthv1.JobSpec{Argv: []string{"x", "a\x00b"}}, "spec.argv[1]"},
+		"a negative timeout":    {&berthv1.JobSpec{Argv: []string{"x"}, Timeout: durationpb.New(-1)}, "spec.timeout"},
+		"a huge output limit":   {&berthv1.JobSpec{Argv: []string{"x"}, OutputLimitBytes: 5 << 30}, "output_limit_bytes"},
+		"a variable with equal": {&berthv1.JobSpec{Argv: []string{"x"}, Env: map[string]string{"A=B": "c"}}, "spec.env"},
+	} {
+		t.Run("a job with "+name, func(t *testing.T) {
+			_, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: c.spec})
+			wantReason(t, err, berthv1.Reason_REASON_INVALID_FIELD)
+			if !strings.Contains(err.Error(), c.words) {
+				t.Errorf("the error does not name %s: %v", c.words, err)
+			}
+		})
+	}
+	_, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: "sb_none"})
+	wantReason(t, err, berthv1.Reason_REASON_SANDBOX_NOT_FOUND)
+	_, err = w.Jobs().PollJob(w.ctx, &berthv1.PollJobRequest{JobId: "job_none"})
+	wantReason(t, err, berthv1.Reason_REASON_JOB_NOT_FOUND)
+	_, err = w.Sandboxes().ListSandboxes(w.ctx, &berthv1.ListSandboxesRequest{PageToken: "!"})
+	wantReason(t, err, berthv1.Reason_REASON_INVALID_FIELD)
+	w.destroy(t, sandbox)
+	w.WantNothingLeft(t)
+}
+
+func TestAFailedCreateIsRememberedAndLeavesNothing(t *testing.T) {
+	w := start(t)
+	request := &berthv1.CreateSandboxRequest{RequestId: "bad", Spec: &berthv1.SandboxSpec{
+		SessionKey: "line", Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/no/such/repo"}},
+	}}
+	for range 2 {
+		_, err := w.Sandboxes().CreateSandbox(w.ctx, request)
+		wantReason(t, err, berthv1.Reason_REASON_WORKSPACE_FAILED)
+		w.restart(t)
+	}
+	failed, err := w.Sandboxes().ListSandboxes(w.ctx, &berthv1.ListSandboxesRequest{States: []berthv1.SandboxState{berthv1.SandboxState_SANDBOX_STATE_FAILED}})
+	if err != nil || len(failed.GetSandboxes()) != 1 {
+		t.Fatalf("there are %v FAILED sandboxes (%v), want one", failed, err)
+	}
+	w.WantNothingLeft(t)
+	w.create(t, &berthv1.SandboxSpec{SessionKey: "line"}) // the key is free again
+	_, err = w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: &berthv1.SandboxSpec{SessionKey: "line"}})
+	wantReason(t, err, berthv1.Reason_REASON_SESSION_KEY_IN_USE)
+}
+
+func TestRefsOfARepository(t *testing.T) {
+	w := start(t)
+	repo := repository(t)
+	head := git(t, "-C", repo, "rev-parse", "HEAD")
+	for name, c := range map[string]struct{ ref, branch string }{
+		"the default": {"", "trunk"}, "a branch": {"side", "side"}, "a tag": {"v1", "HEAD"}, "a commit": {head, "HEAD"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sandbox := w.create(t, &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{
+				Repo: &berthv1.Repo{Url: repo, Ref: c.ref}, GitIdentity: &berthv1.GitIdentity{Name: "Ann", Email: "ann@example.invalid"},
+			}})
+			defer w.destroy(t, sandbox.GetId())
+			got := w.run(t, sandbox.GetId(), "git rev-parse --abbrev-ref HEAD; git config user.name; git status --porcelain").GetStdout().GetText()
+			if got != c.branch+"\nAnn\n" {
+				t.Errorf("the clone is at %q, want branch %s, identity Ann and nothing changed", got, c.branch)
+			}
+		})
+	}
+	_, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: &berthv1.SandboxSpec{
+		Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repo, Ref: "no-such-ref"}},
+	}})
+	wantReason(t, err, berthv1.Reason_REASON_WORKSPACE_FAILED)
+}
+
+func TestSecretsStaySecret(t *testing.T) {
+	w := start(t)
+	const sandboxSecret, jobSecret, input = "sandbox-hunter2", "job-hunter3", "stdin-hunter4"
+	sandbox := w.create(t, &berthv1.SandboxSpec{SecretEnv: map[string]string{"ONE": sandboxSecret}})
+	if got := sandbox.GetSpec().GetSecretEnv(); len(got) != 1 || got["ONE"] != "" {
+		t.Errorf("a reply shows secret_env as %v", got)
+	}
+	spec := &berthv1.JobSpec{
+		Shell: "printf %s \"$ONE$TWO\" | wc -c; cat | wc -c; sleep 0.5", SecretEnv: map[string]string{"TWO": jobSecret},
+		Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Data{Data: []byte(input)}},
+	}
+	started, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox.GetId(), Spec: spec})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.restart(t) // the secrets of the sandbox survive it
+	wantExit(t, w.wait(t, started.GetJob().GetId()), 0)
+	if got := strings.Fields(w.output(t, started.GetJob().GetId())); len(got) != 2 || got[0] != fmt.Sprint(len(sandboxSecret+jobSecret)) || got[1] != fmt.Sprint(len(input)) {
+		t.Errorf("the job saw %v", got)
+	}
+	if got := strings.TrimSpace(w.run(t, sandbox.GetId(), "printf %s $ONE | wc -c").GetStdout().GetText()); got != fmt.Sprint(len(sandboxSecret)) {
+		t.Errorf("after the restart a command sees a secret of %s bytes", got)
+	}
+	for _, secret := range []string{sandboxSecret, jobSecret, input} {
+		out, err := exec.Command("grep", "-rl", secret, w.Dir).CombinedOutput() //nolint:gosec,noctx // our own directory
+		if err == nil {
+			t.Errorf("%s lies in the clear in %s", secret, out)
+		}
+	}
+	w.destroy(t, sandbox.GetId())
+}
+
+func TestACommandEndsWithItsCaller(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil)
+	ctx, cancel := context.WithTimeout(w.ctx, 500*time.Millisecond)
+	defer cancel()
+	_, err := w.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{
+		SandboxId: sandbox.GetId(), Spec: &berthv1.JobSpec{Shell: "echo $$ > pid; exec sleep 61"},
+	})
+	if err == nil {
+		t.Fatal("a command of a minute returned in half a second")
+	}
+	eventually(t, "the command's record says that it was stopped", func() bool {
+		jobs, err := w.Jobs().ListJobs(w.ctx, &berthv1.ListJobsRequest{SandboxId: sandbox.GetId()})
+		return err == nil && len(jobs.GetJobs()) == 1 && jobs.GetJobs()[0].GetOutcome().GetCause() == berthv1.Cause_CAUSE_STOPPED
+	})
+	if got := w.run(t, sandbox.GetId(), "kill -0 $(cat pid) 2>/dev/null && echo alive || echo gone").GetStdout().GetText(); got != "gone\n" {
+		t.Errorf("the command of a caller that went away is %s", got)
+	}
+	w.destroy(t, sandbox.GetId())
+}
+
+func TestStopEndsAJobAndAllThatItStarted(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil)
+	job := w.start(t, sandbox.GetId(), "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 3600' & sleep 3600 & echo ready; wait; wait")
+	eventually(t, "the job is ready", func() bool {
+		reply, err := w.Jobs().ReadJobOutput(w.ctx, &berthv1.ReadJobOutputRequest{JobId: job.GetId()})
+		return err == nil && len(reply.GetData()) > 0
+	})
+	reply, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: job.GetId(), Grace: durationpb.New(200 * time.Millisecond)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if outcome := reply.GetJob().GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_STOPPED || outcome.GetWaitStatus().GetSignal() != 9 {
+		t.Errorf("it ended as %v, want STOPPED by signal 9", outcome)
+	}
+	if got := strings.TrimSpace(w.run(t, sandbox.GetId(), "pgrep -fc 'sleep 360[0]' || true").GetStdout().GetText()); got != "0" {
+		t.Errorf("%s processes of a stopped job are left", got)
+	}
+	w.destroy(t, sandbox.GetId())
+}
+
+func TestADaemonisedChildLivesOnUntilStop(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil)
+	job := w.start(t, sandbox.GetId(), "(sleep 1.5; echo late; sleep 600) & echo hi")
+	begin := time.Now()
+	done := w.wait(t, job.GetId())
+	if took := time.Since(begin); took > 3*time.Second || !done.GetOutcome().GetOutputStillOpen() {
+		t.Fatalf("it was done after %s with %v", took, done.GetOutcome())
+	}
+	wantExit(t, done, 0)
+	eventually(t, "what the child writes later can be read", func() bool {
+		reply, err := w.Jobs().ReadJobOutput(w.ctx, &berthv1.ReadJobOutputRequest{JobId: job.GetId()})
+		more, moreErr := w.Jobs().ReadJobOutput(w.ctx, &berthv1.ReadJobOutputRequest{JobId: job.GetId(), Offset: 3})
+		return err == nil && moreErr == nil && string(reply.GetData()) == "hi\n" && string(more.GetData()) == "late\n"
+	})
+	stopped, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: job.GetId(), Grace: durationpb.New(0)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantExit(t, stopped.GetJob(), 0)
+	if got := w.output(t, job.GetId()); got != "hi\nlate\n" {
+		t.Errorf("the whole output is %q", got)
+	}
+	silent := w.start(t, sandbox.GetId(), "sleep 3599 >/dev/null 2>&1 &")
+	wantExit(t, w.wait(t, silent.GetId()), 0)
+	if _, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: silent.GetId(), Grace: durationpb.New(0)}); err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.TrimSpace(w.run(t, sandbox.GetId(), "pgrep -fc 'sleep 359[9]' || true").GetStdout().GetText()); got != "0" {
+		t.Errorf("%s processes that a finished job left are there after StopJob", got)
+	}
+	w.destroy(t, sandbox.GetId())
+}
+
+func TestListsPage(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	var want []string
+	for i := range 7 {
+		want = append([]string{w.start(t, sandbox, fmt.Sprintf("exit %d", i)).GetId()}, want...)
+	}
+	var got []string
+	for token, pages := "", 0; ; pages++ {
+		page, err := w.Jobs().ListJobs(w.ctx, &berthv1.ListJobsRequest{SandboxId: sandbox, PageSize: 3, PageToken: token})
+		if err != nil || pages > 3 {
+			t.Fatalf("page %d: %v", pages, err)
+		}
+		for _, job := range page.GetJobs() {
+			got = append(got, job.GetId())
+		}
+		if token = page.GetNextPageToken(); token == "" {
+			break
+		}
+	}
+	if strings.Join(got, " ") != strings.Join(want, " ") {
+		t.Errorf("the pages hold %v, want %v", got, want)
+	}
+	w.destroy(t, sandbox)
+}
+
+func eventually(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); pause(50 * time.Millisecond) {
+		if holds() {
+			return
+		}
+	}
+	t.Fatalf("it does not come about that %s", what)
+}
+
+func pause(d time.Duration) {
+	timer := time.NewTimer(d)
+	<-timer.C
+}

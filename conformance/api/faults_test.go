@@ -1,0 +1,509 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	bolt "go.etcd.io/bbolt"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/need"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+func TestTwoHundredJobsAtOnceAreAllHonest(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	const jobs = 200
+	ids := make([]string, jobs)
+	var group sync.WaitGroup
+	for i := range jobs {
+		group.Go(func() {
+			reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{
+				SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: fmt.Sprintf("echo begin %d; sleep 1; echo end %d; exit %d", i, i, i)},
+			})
+			if err != nil {
+				t.Errorf("start job %d: %v", i, err)
+				return
+			}
+			ids[i] = reply.GetJob().GetId()
+		})
+	}
+	group.Wait()
+	if t.Failed() {
+		return
+	}
+	w.restart(t) // in the middle of them
+	for i, id := range ids {
+		wantExit(t, w.wait(t, id), int32(i)) //nolint:gosec // below 200
+		if got, want := w.output(t, id), fmt.Sprintf("begin %d\nend %d\n", i, i); got != want {
+			t.Errorf("job %d wrote %q, want %q", i, got, want)
+		}
+	}
+	w.destroy(t, sandbox)
+	w.WantNothingLeft(t)
+}
+
+func TestFiftySandboxesAtOnce(t *testing.T) {
+	w := start(t)
+	repo := repository(t)
+	var group sync.WaitGroup
+	for i := range 50 {
+		group.Go(func() {
+			reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: &berthv1.SandboxSpec{
+				Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repo}},
+			}})
+			if err != nil {
+				t.Errorf("create sandbox %d: %v", i, err)
+				return
+			}
+			id := reply.GetSandbox().GetId()
+			ran, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
+				SandboxId: id, Spec: &berthv1.JobSpec{Shell: fmt.Sprintf("cat README; exit %d", i)},
+			})
+			if err != nil || ran.GetJob().GetOutcome().GetExitCode() != int32(i) || string(ran.GetStdout().GetHead()) != "hello\n" { //nolint:gosec // below 50
+				t.Errorf("sandbox %d: %v, %v", i, ran, err)
+			}
+			if _, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: id}); err != nil {
+				t.Errorf("destroy sandbox %d: %v", i, err)
+			}
+		})
+	}
+	group.Wait()
+	w.WantNothingLeft(t)
+	w.Stop(t)
+}
+
+// story is one line of work that goes on while the broker is killed again and again: create, start,
+// stop, wait, destroy, each repeated with its request id until it is answered.
+type story struct {
+	w       *world
+	number  int
+	counter string // a file that each command of the story appends to: how often it ran
+	problem []string
+}
+
+func (s *story) wrong(format string, args ...any) {
+	s.problem = append(s.problem, fmt.Sprintf("story %d: ", s.number)+fmt.Sprintf(format, args...))
+}
+
+func (s *story) tell(ctx context.Context) {
+	made, err := s.w.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{RequestId: fmt.Sprintf("c%d", s.number)})
+	if err != nil {
+		s.wrong("create: %v", err)
+		return
+	}
+	sandbox := made.GetSandbox().GetId()
+	code := int32(s.number % 100) //nolint:gosec // below 100
+	job := s.start(ctx, sandbox, "job", fmt.Sprintf("echo job >> %s; for i in 1 2 3 4 5; do echo $i; sleep 0.1; done; exit %d", s.counter, code))
+	endless := s.start(ctx, sandbox, "endless", fmt.Sprintf("echo endless >> %s; sleep 1000", s.counter))
+	if endless != "" {
+		reply, err := s.w.Jobs().StopJob(ctx, &berthv1.StopJobRequest{RequestId: fmt.Sprintf("s%d", s.number), JobId: endless, Grace: durationpb.New(time.Second)})
+		if err != nil || reply.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
+			s.wrong("stop: %v, %v", reply, err)
+		}
+	}
+	if job != "" {
+		done, err := s.w.WaitJob(ctx, job)
+		if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_EXITED || done.GetOutcome().GetExitCode() != code {
+			s.wrong("the job ended as %v (%v), want %d", done.GetOutcome(), err, code)
+		}
+		if data, gaps, err := s.w.ReadAllOutput(ctx, job, berthv1.Stream_STREAM_STDOUT); err != nil || len(gaps) > 0 || string(data) != "1\n2\n3\n4\n5\n" {
+			s.wrong("the output is %q (gaps %v, %v)", data, gaps, err)
+		}
+	}
+	gone, err := s.w.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{RequestId: fmt.Sprintf("d%d", s.number), SandboxId: sandbox})
+	if err != nil || gone.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
+		s.wrong("destroy: %v, %v", gone, err)
+	}
+	ran, err := os.ReadFile(s.counter)
+	if err != nil || strings.Count(string(ran), "job\n") != 1 || strings.Count(string(ran), "endless\n") > 1 {
+		s.wrong("its commands ran as often as %q says (%v)", ran, err)
+	}
+}
+
+func (s *story) start(ctx context.Context, sandbox, name, shell string) string {
+	reply, err := s.w.Jobs().StartJob(ctx, &berthv1.StartJobRequest{
+		RequestId: fmt.Sprintf("j%d-%s", s.number, name), SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell},
+	})
+	if err != nil {
+		s.wrong("start %s: %v", name, err)
+		return ""
+	}
+	return reply.GetJob().GetId()
+}
+
+func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
+	seed := uint64(time.Now().UnixNano()) //nolint:gosec // any number will do
+	if said := os.Getenv("BERTH_SEED"); said != "" {
+		var err error
+		if seed, err = strconv.ParseUint(said, 10, 64); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("BERTH_SEED=%d repeats the moments of the kills, as far as the kernel lets it", seed)
+	moments := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // a test wants to be repeated
+	w := start(t)
+	counters := t.TempDir()
+	stories := make([]*story, 24)
+	var telling sync.WaitGroup
+	telling.Go(func() {
+		for i := range stories {
+			stories[i] = &story{w: w, number: i, counter: filepath.Join(counters, strconv.Itoa(i))}
+			telling.Go(func() { stories[i].tell(w.ctx) })
+			pause(time.Duration(moments.IntN(300)) * time.Millisecond)
+		}
+	})
+	over := make(chan struct{})
+	go func() { telling.Wait(); close(over) }()
+	kills := 0
+	uptimes := rand.New(rand.NewPCG(seed, 2)) //nolint:gosec // a test wants to be repeated
+	for done := false; !done; {
+		var kill <-chan time.Time
+		if kills < 40 { // then it must come to its end
+			kill = time.After(time.Duration(uptimes.IntN(500)) * time.Millisecond)
+		}
+		select {
+		case <-over:
+			done = true
+		case <-kill:
+			w.restart(t)
+			kills++
+		}
+	}
+	for _, s := range stories {
+		for _, problem := range s.problem {
+			t.Error(problem)
+		}
+	}
+	t.Logf("the broker was killed %d times", kills)
+	w.WantNothingLeft(t)
+	live, err := w.Sandboxes().ListSandboxes(w.ctx, &berthv1.ListSandboxesRequest{})
+	if err != nil || len(live.GetSandboxes()) != 0 {
+		t.Errorf("the ledger has %v alive (%v)", live, err)
+	}
+}
+
+// guests lists the pids of the machines' guests.
+func (w *world) guests() []int {
+	var pids []int
+	for pid, command := range w.Processes() {
+		if strings.Contains(command, "berth-guest serve") {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+func (w *world) state(t *testing.T, id string) berthv1.SandboxState {
+	t.Helper()
+	reply, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return reply.GetSandbox().GetState()
+}
+
+func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	w.run(t, sandbox, "echo kept > file")
+	before := w.start(t, sandbox, "sleep 0.3; exit 7").GetId()
+	within := w.start(t, sandbox, "sleep 1000").GetId()
+	w.Kill(t)
+	pause(time.Second) // the first job ends while no broker is there to see it
+	for _, pid := range w.guests() {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.Start(t)
+	eventually(t, "the sandbox is STOPPED", func() bool {
+		return w.state(t, sandbox) == berthv1.SandboxState_SANDBOX_STATE_STOPPED
+	})
+	for _, id := range []string{before, within} {
+		reply, err := w.Jobs().PollJob(w.ctx, &berthv1.PollJobRequest{JobId: id, Wait: durationpb.New(time.Minute)})
+		if err != nil || reply.GetJob().GetState() != berthv1.JobState_JOB_STATE_UNKNOWN {
+			t.Fatalf("a job of a stopped machine is %v (%v), want UNKNOWN at once", reply, err)
+		}
+	}
+	_, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Argv: []string{"true"}}})
+	wantReason(t, err, berthv1.Reason_REASON_WRONG_STATE)
+	resumed, err := w.Sandboxes().ResumeSandbox(w.ctx, &berthv1.ResumeSandboxRequest{SandboxId: sandbox})
+	if err != nil || resumed.GetSandbox().GetGeneration() != 2 {
+		t.Fatalf("resumed: %v, %v; want generation 2", resumed, err)
+	}
+	wantExit(t, w.wait(t, before), 7)
+	if outcome := w.wait(t, within).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+		t.Errorf("a job whose guest was killed ended as %v, want LOST without a code", outcome)
+	}
+	if got := w.run(t, sandbox, "cat file").GetStdout().GetText(); got != "kept\n" {
+		t.Errorf("the disk of a resumed machine has %q", got)
+	}
+	w.destroy(t, sandbox)
+	w.WantNothingLeft(t)
+}
+
+func TestAMachineRemovedBehindOurBackIsLost(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	job := w.start(t, sandbox, "sleep 1000").GetId()
+	w.Kill(t)
+	for _, pid := range w.guests() {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "the guest is gone", func() bool { return len(w.guests()) == 0 })
+	machines, err := os.ReadDir(filepath.Join(w.State(), "local"))
+	if err != nil || len(machines) != 1 {
+		t.Fatalf("there are machines %v (%v)", machines, err)
+	}
+	if err := os.RemoveAll(filepath.Join(w.State(), "local", machines[0].Name())); err != nil {
+		t.Fatal(err)
+	}
+	w.Start(t)
+	eventually(t, "the sandbox is LOST", func() bool { return w.state(t, sandbox) == berthv1.SandboxState_SANDBOX_STATE_LOST })
+	if outcome := w.wait(t, job).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || !strings.HasPrefix(outcome.GetReason(), "machine_gone") {
+		t.Errorf("a job of a machine that is gone ended as %v", outcome)
+	}
+	w.destroy(t, sandbox)
+	w.WantNothingLeft(t)
+}
+
+func TestDestroyOvertakesACreate(t *testing.T) {
+	w := start(t)
+	created := make(chan error, 1)
+	go func() {
+		_, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{RequestId: "slow", Spec: &berthv1.SandboxSpec{
+			Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "ssh://127.0.0.1:1/x"}},
+			Env:       map[string]string{"GIT_SSH_COMMAND": "sleep 1000;"},
+		}})
+		created <- err
+	}()
+	var sandbox string
+	eventually(t, "the sandbox is being set up", func() bool {
+		list, err := w.Sandboxes().ListSandboxes(w.ctx, &berthv1.ListSandboxesRequest{})
+		if err != nil || len(list.GetSandboxes()) != 1 {
+			return false
+		}
+		sandbox = list.GetSandboxes()[0].GetId()
+		got, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
+		return err == nil && got.GetSandbox().GetProgress().GetStep() == "workspace"
+	})
+	w.restart(t) // the setup goes on across it
+	var destroying sync.WaitGroup
+	for range 5 {
+		destroying.Go(func() {
+			if _, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: sandbox}); err != nil {
+				t.Errorf("destroy: %v", err)
+			}
+		})
+	}
+	destroying.Wait()
+	wantReason(t, <-created, berthv1.Reason_REASON_WRONG_STATE)
+	w.WantNothingLeft(t)
+}
+
+func TestTermDrainsAndJobsLiveOn(t *testing.T) {
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	job := w.start(t, sandbox, "sleep 2; exit 9").GetId()
+	waiting := make(chan error, 1)
+	impatient, err := client.Dial(w.Broker.Address, client.WithPatience(0, 0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = impatient.Close() }()
+	go func() {
+		_, err := impatient.Jobs().PollJob(w.ctx, &berthv1.PollJobRequest{JobId: job, Wait: durationpb.New(10 * time.Minute)})
+		waiting <- err
+	}()
+	pause(200 * time.Millisecond)
+	begin := time.Now()
+	w.Stop(t)
+	if took := time.Since(begin); took > 5*time.Second {
+		t.Errorf("it took %s to stop, although a caller only waited", took)
+	}
+	wantReason(t, <-waiting, berthv1.Reason_REASON_STOPPING)
+	w.Start(t)
+	wantExit(t, w.wait(t, job), 9)
+	w.destroy(t, sandbox)
+}
+
+func TestADaemonThatCannotServeSaysWhyInOneLine(t *testing.T) {
+	w := start(t)
+	for name, c := range map[string]struct {
+		args  []string
+		words string
+	}{
+		"a second daemon on one ledger": {[]string{"--listen", "unix://" + filepath.Join(w.Dir, "c.sock")}, fmt.Sprint(w.Pid())},
+		"an address in use":             {[]string{"--state", filepath.Join(w.Dir, "other")}, "in use"},
+		"a state that is a file":        {[]string{"--state", filepath.Join(w.Dir, "berthd.log")}, "--state"},
+		"a missing guest":               {[]string{"--guest", filepath.Join(w.Dir, "none")}, "make build"},
+		"a long socket path":            {[]string{"--listen", "unix:///" + strings.Repeat("x", 120)}, "107"},
+		"a relative socket path":        {[]string{"--listen", "unix://x.sock"}, "absolute"},
+		"an address of no kind":         {[]string{"--listen", "x"}, "unix:///path"},
+		"an address beyond loopback":    {[]string{"--listen", "tcp://0.0.0.0:0"}, "loopback"},
+		"an unknown provider":           {[]string{"--provider", "moon"}, "moon"},
+		"a ledger from the future":      {[]string{"--state", futureLedger(t)}, "schema"},
+		"a ledger that is none":         {[]string{"--state", brokenLedger(t)}, "ledger"},
+		"an unknown flag":               {[]string{"--moon"}, "--moon"},
+		"a config with a typo":          {[]string{"--config", typo(t)}, "stat"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := exec.Command(programs.Berthd, append([]string{ //nolint:gosec,noctx // ours
+				"--state", w.State(), "--run", filepath.Join(w.Dir, "run2"), "--listen", w.Broker.Address}, c.args...)...)
+			if c.args[0] == "--listen" && name != "a second daemon on one ledger" {
+				cmd.Args = append(cmd.Args[:1], append([]string{"--state", filepath.Join(t.TempDir(), "s")}, c.args...)...)
+			}
+			out, err := cmd.CombinedOutput()
+			if cmd.ProcessState.ExitCode() != 1 {
+				t.Fatalf("it exited with %d (%v): %s", cmd.ProcessState.ExitCode(), err, out)
+			}
+			lines := strings.Split(strings.TrimSpace(string(out)), "\n")
+			if len(lines) != 1 || !strings.HasPrefix(lines[0], "berthd: ") || !strings.Contains(lines[0], c.words) {
+				t.Errorf("it says %q, want one line that begins with berthd: and names %q", out, c.words)
+			}
+		})
+	}
+}
+
+func futureLedger(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	b := broker.New(t, programs, "--state", dir)
+	b.Start(t)
+	b.Stop(t)
+	db, err := bolt.Open(filepath.Join(dir, "ledger.db"), 0o600, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = db.Update(func(tx *bolt.Tx) error {
+		meta := tx.Bucket([]byte("v1")).Bucket([]byte("meta"))
+		return meta.ForEach(func(key, value []byte) error {
+			if !strings.Contains(string(key), "schema") {
+				return nil
+			}
+			future := append([]byte(nil), value...)
+			future[len(future)-1] += 6
+			return meta.Put(key, future)
+		})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func brokenLedger(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "ledger.db"), []byte(strings.Repeat("no ledger ", 1000)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func typo(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "berthd.yaml")
+	if err := os.WriteFile(path, []byte("stat: /x\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
+	need.Root(t) // to become another user
+	b := broker.New(t, programs)
+	// The other user needs a directory of its own and programs that it may read.
+	if err := os.Chmod(b.Dir, 0o755); err != nil { //nolint:gosec // for the other user to enter
+		t.Fatal(err)
+	}
+	home := filepath.Join(b.Dir, "u")
+	if err := os.Mkdir(home, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	const nobody = 65534
+	if err := os.Chown(home, nobody, nobody); err != nil {
+		t.Fatal(err)
+	}
+	copied := broker.Programs{}
+	for from, to := range map[string]*string{programs.Berthd: &copied.Berthd, programs.Guest: &copied.Guest} {
+		*to = filepath.Join(b.Dir, filepath.Base(from))
+		data, err := os.ReadFile(from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(*to, data, 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	cmd := exec.Command(copied.Berthd, "--state", filepath.Join(home, "state"), "--run", filepath.Join(home, "run"), //nolint:gosec,noctx // ours
+		"--listen", "unix://"+filepath.Join(home, "b.sock"))
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + home}
+	var log strings.Builder
+	cmd.Stderr = &log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := false
+	defer func() {
+		if !ended {
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+		}
+	}()
+	c, err := client.Dial("unix://"+filepath.Join(home, "b.sock"), client.WithPatience(20*time.Second, 20*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	eventually(t, "it answers", func() bool {
+		_, err := c.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
+		return err == nil
+	})
+	reply, err := c.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
+	if err != nil {
+		t.Fatalf("%v\n%s", err, log.String())
+	}
+	if got := reply.GetSandbox().GetIsolation(); got != berthv1.Isolation_ISOLATION_NONE && got != berthv1.Isolation_ISOLATION_NAMESPACE {
+		t.Errorf("the isolation is %s", got)
+	}
+	ran, err := c.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{SandboxId: reply.GetSandbox().GetId(), Spec: &berthv1.JobSpec{Shell: "id -u; (setsid sleep 3598 &); exit 5"}})
+	if err != nil || ran.GetJob().GetOutcome().GetExitCode() != 5 || string(ran.GetStdout().GetHead()) != "65534\n" {
+		t.Errorf("a command gave %v, %v", ran, err)
+	}
+	if _, err := c.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: reply.GetSandbox().GetId()}); err != nil {
+		t.Errorf("destroy: %v\n%s", err, log.String())
+	}
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("it ended with %v\n%s", err, log.String())
+	}
+	ended = true
+	if out, err := exec.Command("pgrep", "-f", "sleep 359[8]").Output(); err == nil { //nolint:noctx // quick
+		t.Errorf("processes of a destroyed machine are left: %s", out)
+	}
+}

@@ -1,0 +1,388 @@
+package crash
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/failpoint"
+	"github.com/berth-sandbox/berth/conformance/need"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// Tuning.
+const (
+	storyMost   = 90 * time.Second // for one line of work with a crash in it
+	buildMost   = 10 * time.Minute
+	restartMost = 20                     // crashes in one story; more is a crash loop
+	commitsIn   = 24                     // a story's commits, roughly; each is a place to crash before and after
+	lookEvery   = 100 * time.Millisecond // at something that is waited for
+)
+
+// unreached are the failpoints that this story cannot come to, and why. Each has a test of its own in
+// its room.
+var unreached = map[string]string{
+	"storeBeforeMigrate": "the ledger has one schema so far",
+	"storeAfterMigrate":  "the ledger has one schema so far",
+	"storeBeforeRename":  "a copy is made before an upgrade and for a backup only",
+	"storeAfterRename":   "a copy is made before an upgrade and for a backup only",
+}
+
+// onEveryCommit are hit again and again in one story, so they are visited at each of the first times.
+var onEveryCommit = map[string]bool{"storeBeforeCommit": true, "storeAfterCommit": true}
+
+func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
+	need.Asked(t, "crash")
+	need.Root(t)
+	need.Namespaces(t)
+	ctx, cancel := context.WithTimeout(context.Background(), buildMost)
+	defer cancel()
+	built, points, err := failpoint.Build(ctx, t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	programs := broker.Programs{Berthd: built.Berthd, Berth: built.Berth, Guest: built.Guest}
+	repo := repository(t)
+	for _, point := range points {
+		if _, skip := unreached[point.Name]; skip {
+			continue
+		}
+		times := 1
+		if onEveryCommit[point.Name] {
+			times = commitsIn
+		}
+		for nth := range times {
+			t.Run(fmt.Sprintf("%s/%d", point.Name, nth+1), func(t *testing.T) {
+				t.Parallel()
+				inGuest := strings.HasPrefix(point.Room, "providers/guest")
+				s := newStory(t, programs, repo, term(point.Name, nth), inGuest)
+				s.tell()
+				if s.crashes() == 0 && !(onEveryCommit[point.Name] && nth > 5) {
+					t.Errorf("the story never came to %s (%s:%d)", point.Name, point.File, point.Line)
+				}
+			})
+		}
+	}
+}
+
+// term is what switches a failpoint on, at its nth time from 0 on.
+func term(name string, nth int) string {
+	if nth == 0 {
+		return name + "=return"
+	}
+	return fmt.Sprintf("%s=%d*off->return", name, nth)
+}
+
+// story is one line of work with one crash in it: a repository cloned, a command, a job that ends, a
+// job that is stopped, and the end of it all.
+type story struct {
+	t       *testing.T
+	broker  *broker.Broker
+	client  *client.Client
+	ctx     context.Context
+	repo    string
+	counter string // each command appends its name: how often it ran
+	inGuest bool
+	fuse    string // in a guest's story, a file that is there until the crash
+
+	mu       sync.Mutex
+	restarts int
+}
+
+func newStory(t *testing.T, programs broker.Programs, repo, term string, inGuest bool) *story {
+	s := &story{t: t, repo: repo, inGuest: inGuest, counter: filepath.Join(t.TempDir(), "counter")}
+	var env []string
+	if inGuest {
+		programs.Guest = s.explosiveGuest(programs.Guest, term)
+	} else {
+		env = []string{failpoint.EnvironmentVariable + "=" + term}
+	}
+	s.broker = broker.New(t, programs, "--guest", programs.Guest)
+	ctx, cancel := context.WithTimeout(context.Background(), storyMost)
+	t.Cleanup(cancel)
+	s.ctx = ctx
+	if err := s.broker.TryStart(env...); err != nil && s.broker.ExitCode() != failpoint.ExitCode {
+		t.Fatalf("%v\n%s", err, s.broker.Log())
+	}
+	s.client = s.broker.Client(t)
+	return s
+}
+
+// explosiveGuest is a guest program that has its failpoint switched on for its first start only.
+func (s *story) explosiveGuest(guest, term string) string {
+	dir := s.t.TempDir()
+	s.fuse = filepath.Join(dir, "fuse")
+	if err := os.WriteFile(s.fuse, nil, 0o600); err != nil {
+		s.t.Fatal(err)
+	}
+	script := fmt.Sprintf("#!/bin/sh\nif rm '%s' 2>/dev/null; then export %s='%s'; fi\nexec '%s' \"$@\"\n",
+		s.fuse, failpoint.EnvironmentVariable, term, guest)
+	path := filepath.Join(dir, "berth-guest")
+	if err := os.WriteFile(path, []byte(script), 0o700); err != nil { //nolint:gosec // a program
+		s.t.Fatal(err)
+	}
+	return path
+}
+
+// crashes is how often something crashed.
+func (s *story) crashes() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.inGuest {
+		return strings.Count(s.broker.Log(), "a guest has ended") // the destroyed one's is not logged as such below
+	}
+	return s.restarts
+}
+
+// tell tells the story while somebody starts the broker again whenever it is gone.
+func (s *story) tell() {
+	told := make(chan struct{})
+	go func() {
+		defer close(told)
+		s.work()
+	}()
+	for {
+		select {
+		case <-told:
+			s.broker.WantNothingLeft(s.t)
+			return
+		case <-s.broker.Exited():
+			s.restart()
+		}
+	}
+}
+
+func (s *story) restart() {
+	s.mu.Lock()
+	s.restarts++
+	n := s.restarts
+	s.mu.Unlock()
+	if code := s.broker.ExitCode(); code != failpoint.ExitCode {
+		s.t.Errorf("the broker exited with %d, not by a failpoint\n%s", code, s.broker.Log())
+	}
+	if n > restartMost {
+		s.t.Fatalf("the broker crashes again and again\n%s", s.broker.Log())
+	}
+	if err := s.broker.TryStart(); err != nil {
+		s.t.Fatalf("the broker does not start after a crash: %v\n%s", err, s.broker.Log())
+	}
+}
+
+// work is the line of work; every call is made again with its request id until it is answered.
+func (s *story) work() {
+	sandbox, ok := s.create()
+	if !ok {
+		return
+	}
+	job := s.start(sandbox, "job", "echo job >> "+s.counter+"; echo one; sleep 0.3; echo two; exit 42")
+	endless := s.start(sandbox, "endless", "echo endless >> "+s.counter+"; sleep 1000")
+	s.stop(endless)
+	s.wait(sandbox, job)
+	s.run(sandbox)
+	if _, err := s.client.Sandboxes().DestroySandbox(s.ctx, &berthv1.DestroySandboxRequest{RequestId: "destroy", SandboxId: sandbox}); err != nil {
+		s.t.Errorf("destroy: %v", err)
+	}
+	s.settled(sandbox)
+	ran, err := os.ReadFile(s.counter)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		s.t.Error(err)
+	}
+	if n := strings.Count(string(ran), "job\n"); n > 1 || n == 0 && !s.inGuest {
+		s.t.Errorf("the job ran %d times", n)
+	}
+	if n := strings.Count(string(ran), "endless\n"); n > 1 {
+		s.t.Errorf("the endless job ran %d times", n)
+	}
+}
+
+func (s *story) create() (string, bool) {
+	for attempt := range 2 {
+		made, err := s.client.Sandboxes().CreateSandbox(s.ctx, &berthv1.CreateSandboxRequest{
+			RequestId: fmt.Sprintf("create-%d", attempt),
+			Spec:      &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: s.repo}}},
+		})
+		if err == nil {
+			return made.GetSandbox().GetId(), true
+		}
+		if !s.inGuest {
+			s.t.Errorf("create: %v", err)
+			return "", false
+		}
+		// A guest that dies under a create may fail it: definitely, and with nothing left.
+		s.t.Logf("create: %v", err)
+	}
+	s.t.Error("create failed although the guest was whole the second time")
+	return "", false
+}
+
+func (s *story) start(sandbox, name, shell string) string {
+	reply, err := s.client.Jobs().StartJob(s.ctx, &berthv1.StartJobRequest{
+		RequestId: "start-" + name, SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell, Labels: map[string]string{"name": name}},
+	})
+	if err == nil {
+		return reply.GetJob().GetId()
+	}
+	if !s.inGuest {
+		s.t.Errorf("start %s: %v", name, err)
+		return ""
+	}
+	// The guest died under it: resumed, the sandbox tells what became of the job, if there is one.
+	s.resume(sandbox)
+	jobs, err := s.client.Jobs().ListJobs(s.ctx, &berthv1.ListJobsRequest{SandboxId: sandbox, Labels: map[string]string{"name": name}})
+	if err != nil || len(jobs.GetJobs()) > 1 {
+		s.t.Errorf("there are jobs %v (%v)", jobs.GetJobs(), err)
+	}
+	for _, job := range jobs.GetJobs() {
+		return job.GetId()
+	}
+	return ""
+}
+
+// resume makes the sandbox run again if its guest died.
+func (s *story) resume(sandbox string) {
+	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); pause(lookEvery) {
+		got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
+		if err != nil {
+			s.t.Errorf("get: %v", err)
+			return
+		}
+		switch got.GetSandbox().GetState() {
+		case berthv1.SandboxState_SANDBOX_STATE_STOPPED:
+			if _, err := s.client.Sandboxes().ResumeSandbox(s.ctx, &berthv1.ResumeSandboxRequest{SandboxId: sandbox}); err != nil {
+				s.t.Errorf("resume: %v", err)
+			}
+			return
+		case berthv1.SandboxState_SANDBOX_STATE_RUNNING:
+			ran, err := s.client.Jobs().RunCommand(s.ctx, &berthv1.RunCommandRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Argv: []string{"true"}}})
+			if err == nil && ran.GetJob().GetOutcome().GetCause() == berthv1.Cause_CAUSE_EXITED {
+				return // it runs
+			}
+		}
+	}
+	s.t.Error("the sandbox of a dead guest is neither STOPPED nor runs")
+}
+
+// stop ends the endless job; whatever happens, its outcome is STOPPED, or LOST where its guest died.
+func (s *story) stop(job string) {
+	if job == "" {
+		return
+	}
+	reply, err := s.client.Jobs().StopJob(s.ctx, &berthv1.StopJobRequest{RequestId: "stop", JobId: job, Grace: durationpb.New(time.Second)})
+	if err != nil {
+		if !s.inGuest {
+			s.t.Errorf("stop: %v", err)
+		}
+		return
+	}
+	switch cause := reply.GetJob().GetOutcome().GetCause(); {
+	case cause == berthv1.Cause_CAUSE_STOPPED, s.inGuest && cause == berthv1.Cause_CAUSE_LOST:
+	default:
+		s.t.Errorf("a stopped job ended as %v", reply.GetJob().GetOutcome())
+	}
+}
+
+// wait waits for the job that ends, and checks its receipt.
+func (s *story) wait(sandbox, id string) {
+	if id == "" {
+		return
+	}
+	job, err := s.client.WaitJob(s.ctx, id)
+	var unknown *client.UnknownOutcomeError
+	if errors.As(err, &unknown) && s.inGuest {
+		s.resume(sandbox)
+		job, err = s.client.WaitJob(s.ctx, id)
+	}
+	if err != nil {
+		s.t.Errorf("wait: %v", err)
+		return
+	}
+	outcome := job.GetOutcome()
+	switch {
+	case s.inGuest && outcome.GetCause() == berthv1.Cause_CAUSE_LOST:
+		if outcome.ExitCode != nil {
+			s.t.Errorf("a lost job has the exit code %d", outcome.GetExitCode())
+		}
+		return
+	case outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.GetExitCode() != 42:
+		s.t.Errorf("the job ended as %v, want exit code 42", outcome)
+	}
+	data, gaps, err := s.client.ReadAllOutput(s.ctx, id, berthv1.Stream_STREAM_STDOUT)
+	if err != nil || len(gaps) > 0 || string(data) != "one\ntwo\n" {
+		s.t.Errorf("the output is %q (gaps %v, %v)", data, gaps, err)
+	}
+}
+
+func (s *story) run(sandbox string) {
+	reply, err := s.client.Jobs().RunCommand(s.ctx, &berthv1.RunCommandRequest{
+		RequestId: "run", SandboxId: sandbox, Spec: &berthv1.JobSpec{Argv: []string{"cat", "README"}},
+	})
+	if err != nil {
+		if !s.inGuest {
+			s.t.Errorf("run: %v", err)
+		}
+		return
+	}
+	if got := string(reply.GetStdout().GetHead()); got != "hello\n" && !s.inGuest {
+		s.t.Errorf("README is %q, %v", got, reply.GetJob().GetOutcome())
+	}
+}
+
+// settled checks that everything of a destroyed sandbox has come to its end.
+func (s *story) settled(sandbox string) {
+	got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
+	if err != nil || got.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
+		s.t.Errorf("the sandbox is %v (%v), want DESTROYED", got.GetSandbox().GetState(), err)
+	}
+	jobs, err := s.client.Jobs().ListJobs(s.ctx, &berthv1.ListJobsRequest{SandboxId: sandbox})
+	if err != nil {
+		s.t.Errorf("list jobs: %v", err)
+	}
+	for _, job := range jobs.GetJobs() {
+		if job.GetState() != berthv1.JobState_JOB_STATE_DONE {
+			s.t.Errorf("job %s of a destroyed sandbox is %s", job.GetId(), job.GetState())
+		}
+	}
+	info, err := s.client.Admin().GetInfo(s.ctx, &berthv1.GetInfoRequest{})
+	if err != nil || info.GetOpenOperations() != 0 || info.GetOpenJobs() != 0 || len(info.GetSandboxes()) != 0 {
+		s.t.Errorf("when all is quiet the broker has %v (%v)", info, err)
+	}
+}
+
+func repository(t *testing.T) string {
+	t.Helper()
+	dir := filepath.Join(t.TempDir(), "repo")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "README"), []byte("hello\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range [][]string{
+		{"init", "-q", "-b", "trunk"}, {"add", "."},
+		{"-c", "user.name=Test", "-c", "user.email=test@example.invalid", "commit", "-q", "-m", "first"},
+	} {
+		if out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput(); err != nil { //nolint:gosec,noctx // our own
+			t.Fatalf("git %v: %v: %s", args, err, out)
+		}
+	}
+	return dir
+}
+
+func pause(d time.Duration) {
+	timer := time.NewTimer(d)
+	<-timer.C
+}

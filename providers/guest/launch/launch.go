@@ -1,0 +1,261 @@
+// Package launch turns a command as the broker sent it into a program as the kernel wants it, and
+// forks it: lookup in PATH, working directory, environment, user. Whatever keeps a command from
+// starting becomes a Failure in words. It never waits for what it started, and never reads the
+// guest's own environment.
+package launch
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+)
+
+const (
+	// defaultPath is the PATH of a machine that names none.
+	defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+	// defaultHome is HOME where neither the machine nor a user gives one.
+	defaultHome = "/root"
+	// busyTries and busyPause bound how long a program that is open for writing is tried again. A
+	// fork elsewhere in the guest holds a just written program open until its own exec, well under
+	// a millisecond: 10 tries at 2 ms are plenty.
+	busyTries = 10
+	busyPause = 2 * time.Millisecond
+)
+
+// The exit codes of a command that never ran, as shells give them.
+const (
+	codeNotExecutable = 126
+	codeNotFound      = 127
+)
+
+// Failure says why a command did not start.
+type Failure struct {
+	Reason   string // its first word, before a colon, is for programs
+	ExitCode int32
+}
+
+// Error returns the reason.
+func (f *Failure) Error() string { return f.Reason }
+
+// Machine is what every command of a machine shares.
+type Machine struct {
+	id        string
+	workspace string
+	env       map[string]string
+	plain     []string // env as a list, complete but for the job's id
+}
+
+// NewMachine returns a machine: its id, its default working directory (absolute) and the
+// environment beneath every command's own.
+func NewMachine(id, workspace string, env map[string]string) *Machine {
+	m := &Machine{id: id, workspace: workspace, env: maps.Clone(env)}
+	if m.env == nil {
+		m.env = make(map[string]string)
+	}
+	setDefault(m.env, "PATH", defaultPath)
+	setDefault(m.env, "HOME", defaultHome)
+	m.env["BERTH_MACHINE_ID"] = id
+	delete(m.env, "BERTH_JOB_ID")
+	m.plain = list(m.env)
+	return m
+}
+
+// Program is ready to be forked.
+type Program struct {
+	Path       string
+	Argv       []string
+	Env        []string
+	Dir        string
+	Shell      string // the shell, when the command is a script
+	Credential *syscall.Credential
+}
+
+// Resolve prepares a command. The error is a *Failure.
+func (m *Machine) Resolve(command *guestv1.Command, jobID string) (*Program, error) {
+	account, err := m.account(command.GetUser())
+	if err != nil {
+		return nil, err
+	}
+	dir, err := m.directory(command.GetCwd(), account)
+	if err != nil {
+		return nil, err
+	}
+	p := &Program{Argv: command.GetArgv(), Dir: dir}
+	if account != nil {
+		p.Credential = account.credential()
+	}
+	var search string
+	p.Env, search = m.environment(command.GetEnv(), account, jobID)
+	if command.GetShell() != "" {
+		p.Shell = Shell()
+		if p.Shell == "" {
+			return nil, &Failure{"shell_missing: neither /bin/bash nor /bin/sh is in this machine", codeNotFound}
+		}
+		p.Path = p.Shell
+		p.Argv = []string{p.Shell, "-c", command.GetShell()}
+		return p, nil
+	}
+	p.Path, err = lookup(p.Argv[0], search, dir)
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// Fork starts the program with the given stdin, stdout and stderr. attr is the caller's; its
+// Credential is set here. The error is a *Failure.
+func (p *Program) Fork(files []uintptr, attr *syscall.SysProcAttr) (int, error) {
+	attr.Credential = p.Credential
+	sys := &syscall.ProcAttr{Dir: p.Dir, Env: p.Env, Files: files, Sys: attr}
+	path, argv := p.Path, p.Argv
+	for try := 1; ; try++ {
+		pid, err := syscall.ForkExec(path, argv, sys)
+		switch {
+		case err == nil:
+			return pid, nil
+		case errors.Is(err, syscall.ENOEXEC) && path == p.Path:
+			// A script without #!: shells run it themselves, so do we.
+			path, argv = "/bin/sh", append([]string{"sh", p.Path}, p.Argv[1:]...)
+		case errors.Is(err, syscall.ETXTBSY) && try < busyTries:
+			time.Sleep(busyPause)
+		default:
+			return 0, p.failure(err)
+		}
+	}
+}
+
+// failure explains an error of ForkExec, which does not say which of its steps failed.
+func (p *Program) failure(err error) *Failure {
+	switch {
+	case errors.Is(err, syscall.E2BIG):
+		return &Failure{"too_long: arguments and environment are longer than the kernel takes", codeNotExecutable}
+	case errors.Is(err, syscall.ENOENT):
+		return &Failure{fmt.Sprintf("not_executable: the interpreter of %q is not in this machine", p.Path), codeNotExecutable}
+	case errors.Is(err, syscall.EACCES) && p.Credential != nil && !mayEnter(p.Dir, p.Credential):
+		return &Failure{fmt.Sprintf("cwd_missing: user %d may not enter %q", p.Credential.Uid, p.Dir), codeNotExecutable}
+	case errors.Is(err, syscall.EPERM) && p.Credential != nil:
+		return &Failure{fmt.Sprintf("user_unknown: the guest may not run commands as user %d: %v", p.Credential.Uid, err), codeNotExecutable}
+	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOMEM), errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		return &Failure{fmt.Sprintf("no_resources: the machine cannot start another process: %v", err), codeNotExecutable}
+	}
+	return &Failure{fmt.Sprintf("not_executable: %q: %v", p.Path, err), codeNotExecutable}
+}
+
+// directory returns the absolute working directory, which exists.
+func (m *Machine) directory(cwd string, a *account) (string, error) {
+	dir := cwd
+	if !filepath.IsAbs(dir) {
+		dir = filepath.Join(m.workspace, dir)
+	}
+	var st syscall.Stat_t
+	if err := syscall.Stat(dir, &st); err != nil {
+		return "", &Failure{fmt.Sprintf("cwd_missing: working directory %q: %v", dir, err), codeNotExecutable}
+	}
+	if st.Mode&syscall.S_IFMT != syscall.S_IFDIR {
+		return "", &Failure{fmt.Sprintf("cwd_missing: working directory %q is not a directory", dir), codeNotExecutable}
+	}
+	if a != nil && !mayEnter(dir, a.credential()) {
+		return "", &Failure{fmt.Sprintf("cwd_missing: user %d may not enter working directory %q", a.uid, dir), codeNotExecutable}
+	}
+	return dir, nil
+}
+
+// environment returns the command's environment and its PATH.
+func (m *Machine) environment(own map[string]string, a *account, jobID string) (env []string, path string) {
+	if len(own) == 0 && a == nil {
+		env = make([]string, len(m.plain), len(m.plain)+1)
+		copy(env, m.plain)
+		return append(env, "BERTH_JOB_ID="+jobID), m.env["PATH"]
+	}
+	all := maps.Clone(m.env)
+	if a != nil {
+		all["HOME"], all["USER"], all["LOGNAME"] = a.home, a.name, a.name
+	}
+	maps.Copy(all, own)
+	// A kill finds the processes of a job by these where there is no better means.
+	all["BERTH_MACHINE_ID"] = m.id
+	all["BERTH_JOB_ID"] = jobID
+	return list(all), all["PATH"]
+}
+
+// Shell returns the machine's shell, or nothing.
+func Shell() string {
+	for _, shell := range []string{"/bin/bash", "/bin/sh"} {
+		if runnable(shell) == nil {
+			return shell
+		}
+	}
+	return ""
+}
+
+// lookup finds a program as a shell does: a name with a slash as it is, others in PATH, both
+// relative to the job's working directory.
+func lookup(name, path, dir string) (string, error) {
+	if strings.Contains(name, "/") {
+		switch err := runnable(absolute(name, dir)); {
+		case err == nil:
+			return name, nil
+		case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ENOTDIR):
+			return "", &Failure{fmt.Sprintf("not_found: no program %q", name), codeNotFound}
+		default:
+			return "", &Failure{fmt.Sprintf("not_executable: %q: %v", name, err), codeNotExecutable}
+		}
+	}
+	var refused error
+	if name != "" {
+		for entry := range strings.SplitSeq(path, ":") {
+			candidate := absolute(filepath.Join(entry, name), dir)
+			err := runnable(candidate)
+			if err == nil {
+				return candidate, nil
+			}
+			if refused == nil && errors.Is(err, syscall.EACCES) {
+				refused = &Failure{fmt.Sprintf("not_executable: %q: %v", candidate, err), codeNotExecutable}
+			}
+		}
+	}
+	if refused != nil {
+		return "", refused
+	}
+	return "", &Failure{fmt.Sprintf("not_found: no program %q in PATH", name), codeNotFound}
+}
+
+func absolute(path, dir string) string {
+	if filepath.IsAbs(path) {
+		return path
+	}
+	return filepath.Join(dir, path)
+}
+
+// runnable says why a path cannot be a program.
+func runnable(path string) error {
+	var st syscall.Stat_t
+	if err := syscall.Stat(path, &st); err != nil {
+		return err
+	}
+	if st.Mode&syscall.S_IFMT != syscall.S_IFREG || st.Mode&0o111 == 0 {
+		return syscall.EACCES
+	}
+	return nil
+}
+
+func list(env map[string]string) []string {
+	all := make([]string, 0, len(env)+1)
+	for _, name := range slices.Sorted(maps.Keys(env)) {
+		all = append(all, name+"="+env[name])
+	}
+	return all
+}
+
+func setDefault(env map[string]string, name, value string) {
+	if env[name] == "" {
+		env[name] = value
+	}
+}

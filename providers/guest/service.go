@@ -1,0 +1,97 @@
+package guest
+
+import (
+	"context"
+	"errors"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/supervise"
+)
+
+// errorDomain is the domain of the reasons in this guest's errors.
+const errorDomain = "berth.guest.v1"
+
+// service answers the broker's calls.
+type service struct {
+	guestv1.UnimplementedGuestServiceServer
+	supervisor *supervise.Supervisor
+	identity   identity
+}
+
+// Start begins a job.
+func (s *service) Start(_ context.Context, r *guestv1.StartRequest) (*guestv1.StartResponse, error) {
+	return answer(s.supervisor.Start(r))
+}
+
+// Run begins a job and waits for it.
+func (s *service) Run(ctx context.Context, r *guestv1.RunRequest) (*guestv1.RunResponse, error) {
+	return answer(s.supervisor.Run(ctx, r))
+}
+
+// Read returns output.
+func (s *service) Read(ctx context.Context, r *guestv1.ReadRequest) (*guestv1.ReadResponse, error) {
+	return answer(s.supervisor.Read(ctx, r))
+}
+
+// Wait waits for a job.
+func (s *service) Wait(ctx context.Context, r *guestv1.WaitRequest) (*guestv1.WaitResponse, error) {
+	return answer(s.supervisor.Wait(ctx, r))
+}
+
+// Signal signals a job.
+func (s *service) Signal(_ context.Context, r *guestv1.SignalRequest) (*guestv1.SignalResponse, error) {
+	return answer(s.supervisor.Signal(r))
+}
+
+// Stop ends a job.
+func (s *service) Stop(ctx context.Context, r *guestv1.StopRequest) (*guestv1.StopResponse, error) {
+	return answer(s.supervisor.StopJob(ctx, r))
+}
+
+// List tells what changed.
+func (s *service) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1.ListResponse, error) {
+	return answer(s.supervisor.List(ctx, r))
+}
+
+// Forget removes finished jobs.
+func (s *service) Forget(_ context.Context, r *guestv1.ForgetRequest) (*guestv1.ForgetResponse, error) {
+	return answer(s.supervisor.Forget(r))
+}
+
+// answer gives an error its gRPC code.
+func answer[R any](response *R, err error) (*R, error) {
+	if err == nil {
+		return response, nil
+	}
+	var refusal *supervise.Refusal
+	if !errors.As(err, &refusal) {
+		return nil, status.FromContextError(err).Err()
+	}
+	st := status.New(codeOf(refusal.Kind), refusal.Text)
+	if refusal.Reason != "" {
+		detailed, err := st.WithDetails(&errdetails.ErrorInfo{Reason: refusal.Reason, Domain: errorDomain})
+		if err == nil {
+			st = detailed
+		}
+	}
+	return nil, st.Err()
+}
+
+func codeOf(kind supervise.Kind) codes.Code {
+	switch kind {
+	case supervise.Invalid:
+		return codes.InvalidArgument
+	case supervise.Unknown:
+		return codes.NotFound
+	case supervise.Precondition:
+		return codes.FailedPrecondition
+	case supervise.Unsupported:
+		return codes.Unimplemented
+	case supervise.Failed:
+	}
+	return codes.Internal
+}

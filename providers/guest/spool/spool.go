@@ -1,0 +1,462 @@
+// Package spool keeps the output of one stream of one job: a bounded head and a bounded tail with
+// absolute offsets, in memory while it is small, else in files. An append never fails and never
+// waits for a reader; what cannot be kept is dropped and counted. The package knows no jobs.
+//
+// On disk a stream "stdout" in a directory is
+//
+//	stdout.head        its first bytes, at most half of the limit
+//	stdout.<offset>    segments of its tail, each beginning at the offset that names it
+//
+// Invariants: bytes at an offset never change; the kept ranges are in order, disjoint, below the
+// total and, together, never more than the limit; total = kept + dropped.
+package spool
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+const (
+	// DefaultLimit is kept of a stream where nothing else is asked, in bytes.
+	DefaultLimit = 64 << 20
+	// memoryBytes is how much of a stream may stay in memory, in bytes: most commands say less,
+	// and then need no file.
+	memoryBytes = 32 << 10
+	// segmentsPerLimit divides the limit into segments of the tail; the oldest is dropped as a whole.
+	segmentsPerLimit = 16
+	// minSegment keeps small limits from making a file for every few bytes, in bytes, as long as
+	// the tail still has minSegments of them.
+	minSegment  = 64 << 10
+	minSegments = 4
+	// maxRanges bounds the segments of a tail that a flapping disk has torn.
+	maxRanges = 32
+)
+
+// Options say how a stream is kept.
+type Options struct {
+	Dir    string // of the job; made with the first file, its parent exists
+	Name   string // "stdout" or "stderr"
+	Limit  uint64 // bytes kept; 0 is DefaultLimit
+	Memory bool   // a small output may stay in memory, and be lost with it
+}
+
+// Stream is one stream. All its methods may be called concurrently, but Append by one writer only.
+type Stream struct {
+	options Options
+	headMax uint64
+	tailMax uint64
+	segment uint64
+
+	mu        sync.Mutex
+	memory    []byte // the head, as long as it is in memory
+	inMemory  bool
+	head      uint64 // bytes of the head
+	headEnded bool   // nothing more goes to the head
+	tail      []segment
+	total     uint64
+	exitEnd   *uint64
+	sealed    bool
+	writing   *os.File // the head or the last segment
+	files     bool     // there is, or may be, a file
+	changed   chan struct{}
+}
+
+// segment is a piece of the tail.
+type segment struct{ from, length uint64 }
+
+func (s segment) to() uint64 { return s.from + s.length }
+
+// New returns an empty stream. It touches no file before there is something to keep in it.
+func New(options Options) *Stream {
+	if options.Limit == 0 {
+		options.Limit = DefaultLimit
+	}
+	s := &Stream{options: options, inMemory: options.Memory}
+	s.headMax = options.Limit / 2
+	s.tailMax = options.Limit - s.headMax
+	s.segment = max(options.Limit/segmentsPerLimit, min(minSegment, s.tailMax/minSegments), 1)
+	return s
+}
+
+// Reopen returns a sealed stream as an earlier process left it on disk. facts, which may be nil,
+// are what was recorded of it.
+func Reopen(options Options, facts *berthv1.OutputFacts) (*Stream, error) {
+	options.Memory = false
+	s := New(options)
+	s.sealed, s.headEnded = true, true
+	entries, err := os.ReadDir(options.Dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("read the spool %s: %w", options.Dir, err)
+	}
+	for _, entry := range entries {
+		name, found := strings.CutPrefix(entry.Name(), options.Name+".")
+		info, err := entry.Info()
+		if !found || err != nil || info.Size() <= 0 {
+			continue
+		}
+		s.files = true
+		size := uint64(info.Size())
+		if name == "head" {
+			s.head = size
+		} else if from, err := strconv.ParseUint(name, 10, 64); err == nil {
+			s.tail = append(s.tail, segment{from, size})
+		}
+	}
+	slices.SortFunc(s.tail, func(a, b segment) int {
+		if a.from < b.from {
+			return -1
+		}
+		return 1
+	})
+	s.total = max(s.head, facts.GetTotalBytes())
+	if len(s.tail) > 0 {
+		s.total = max(s.total, s.tail[len(s.tail)-1].to())
+	}
+	if facts != nil {
+		s.exitEnd = facts.EndAtExit
+	}
+	return s, nil
+}
+
+// Append takes the next bytes of the stream. It keeps no hold of p.
+func (s *Stream) Append(p []byte) {
+	if len(p) == 0 {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.sealed {
+		return
+	}
+	rest := s.appendHead(p)
+	s.total += uint64(len(p) - len(rest))
+	s.appendTail(rest)
+	s.wake()
+}
+
+// appendHead returns what the head did not take.
+func (s *Stream) appendHead(p []byte) []byte {
+	if s.headEnded {
+		return p
+	}
+	take := min(uint64(len(p)), s.headMax-s.head)
+	if s.inMemory && s.head+take <= memoryBytes && take == uint64(len(p)) {
+		s.memory = append(s.memory, p...)
+		s.head += take
+		return nil
+	}
+	if s.inMemory && !s.spill() {
+		s.headEnded = true // what is in memory stays there
+		return p
+	}
+	var n uint64
+	if take > 0 {
+		n = s.write("head", p[:take])
+		s.head += n
+	}
+	if n < take || s.head == s.headMax {
+		s.headEnded = true
+		s.closeWriter()
+	}
+	return p[n:]
+}
+
+// spill moves the head from memory to its file, and says whether it could.
+func (s *Stream) spill() bool {
+	if len(s.memory) == 0 {
+		s.inMemory = false
+		return true
+	}
+	if n := s.write("head", s.memory); n < uint64(len(s.memory)) {
+		s.closeWriter()
+		_ = os.Remove(s.path("head"))
+		return false
+	}
+	s.memory, s.inMemory = nil, false
+	return true
+}
+
+// appendTail counts and keeps p, the oldest of the tail making room. Bytes that later ones of p
+// would push out are not written at all.
+func (s *Stream) appendTail(p []byte) {
+	if skip := uint64(len(p)); skip > s.tailMax {
+		skip -= s.tailMax
+		s.closeWriter()
+		s.total += skip
+		p = p[skip:]
+	}
+	for len(p) > 0 {
+		last := len(s.tail) - 1
+		if last < 0 || s.tail[last].to() != s.total || s.tail[last].length >= s.segment {
+			s.closeWriter()
+			s.tail = append(s.tail, segment{from: s.total})
+			last++
+		}
+		piece := p[:min(uint64(len(p)), s.segment-s.tail[last].length)]
+		s.makeRoom(uint64(len(piece)))
+		last = len(s.tail) - 1
+		n := s.write(strconv.FormatUint(s.tail[last].from, 10), piece)
+		s.tail[last].length += n
+		if n < uint64(len(piece)) {
+			// The disk is full or broken: this piece's rest is dropped, and the next one tries a
+			// segment of its own.
+			s.closeWriter()
+			if s.tail[last].length == 0 {
+				_ = os.Remove(s.path(strconv.FormatUint(s.tail[last].from, 10)))
+				s.tail = s.tail[:last]
+			}
+		}
+		s.total += uint64(len(piece))
+		p = p[len(piece):]
+	}
+}
+
+// makeRoom drops the oldest segments, never the last, until the tail has room for n more bytes.
+func (s *Stream) makeRoom(n uint64) {
+	var size uint64
+	for _, t := range s.tail {
+		size += t.length
+	}
+	for len(s.tail) > 1 && (size+n > s.tailMax || len(s.tail) > maxRanges) {
+		size -= s.tail[0].length
+		_ = os.Remove(s.path(strconv.FormatUint(s.tail[0].from, 10)))
+		s.tail = slices.Delete(s.tail, 0, 1)
+	}
+}
+
+// write appends to the file that is being written, opening it if none is, and returns how many
+// bytes are in it for sure.
+func (s *Stream) write(name string, p []byte) uint64 {
+	if s.writing == nil {
+		file, err := s.create(name)
+		if err != nil {
+			return 0
+		}
+		s.writing, s.files = file, true
+	}
+	n, _ := s.writing.Write(p)
+	return uint64(max(n, 0))
+}
+
+func (s *Stream) create(name string) (*os.File, error) {
+	const flags = os.O_WRONLY | os.O_CREATE | os.O_APPEND
+	file, err := os.OpenFile(s.path(name), flags, 0o600)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return file, err
+	}
+	if err := os.Mkdir(s.options.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	return os.OpenFile(s.path(name), flags, 0o600)
+}
+
+func (s *Stream) closeWriter() {
+	if s.writing != nil {
+		_ = s.writing.Close()
+		s.writing = nil
+	}
+}
+
+// MarkExit notes that the command's leader has ended and its output was drained.
+func (s *Stream) MarkExit() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.exitEnd == nil {
+		end := s.total
+		s.exitEnd = &end
+		s.wake()
+	}
+}
+
+// Seal ends the stream: no more comes. It closes its files.
+func (s *Stream) Seal() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closeWriter()
+	s.sealed = true
+	s.wake()
+}
+
+// Sealed says whether the stream has ended.
+func (s *Stream) Sealed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sealed
+}
+
+// OnDisk says whether the stream may have files in its directory.
+func (s *Stream) OnDisk() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.files
+}
+
+// MemoryBytes says how much of it is in memory.
+func (s *Stream) MemoryBytes() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.memory)
+}
+
+// Changed returns a channel that is closed at the next append or seal, and the total that it counts
+// from.
+func (s *Stream) Changed() (changed <-chan struct{}, total uint64, sealed bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.changed == nil {
+		s.changed = make(chan struct{})
+	}
+	return s.changed, s.total, s.sealed
+}
+
+func (s *Stream) wake() {
+	if s.changed != nil {
+		close(s.changed)
+		s.changed = nil
+	}
+}
+
+// Facts returns what there is.
+func (s *Stream) Facts() *berthv1.OutputFacts {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	facts := &berthv1.OutputFacts{TotalBytes: s.total, Kept: s.kept(), EndAtExit: s.exitEnd, Sealed: s.sealed}
+	facts.DroppedBytes = s.total
+	for _, r := range facts.Kept {
+		facts.DroppedBytes -= r.To - r.From
+	}
+	return facts
+}
+
+// kept returns the ranges that can be read, those that touch as one.
+func (s *Stream) kept() []*berthv1.ByteRange {
+	var ranges []*berthv1.ByteRange
+	if s.head > 0 {
+		ranges = append(ranges, &berthv1.ByteRange{To: s.head})
+	}
+	for _, t := range s.tail {
+		if n := len(ranges); n > 0 && ranges[n-1].To == t.from {
+			ranges[n-1].To = t.to()
+		} else if t.length > 0 {
+			ranges = append(ranges, &berthv1.ByteRange{From: t.from, To: t.to()})
+		}
+	}
+	return ranges
+}
+
+// Read returns at most limit bytes from an offset on, as far as they lie in one range. When the
+// offset was dropped there are none, and nextKept is the next offset that can be read, which is the
+// total when there is none yet.
+func (s *Stream) Read(offset, limit uint64) (data []byte, nextKept uint64, err error) {
+	for uint64(len(data)) < limit {
+		more, next, err := s.readPiece(offset+uint64(len(data)), limit-uint64(len(data)))
+		if err != nil {
+			return nil, 0, err
+		}
+		if len(more) == 0 {
+			if len(data) == 0 {
+				nextKept = next
+			}
+			break
+		}
+		if data == nil {
+			data = more
+		} else {
+			data = append(data, more...)
+		}
+	}
+	return data, nextKept, nil
+}
+
+// readPiece reads from one file or the memory. It opens the file under the lock, so that a segment
+// which is dropped meanwhile can still be read, and reads outside of it.
+func (s *Stream) readPiece(offset, limit uint64) (data []byte, nextKept uint64, err error) {
+	s.mu.Lock()
+	name, from, length := "", uint64(0), uint64(0)
+	switch {
+	case offset >= s.total:
+		s.mu.Unlock()
+		return nil, 0, nil
+	case offset < s.head && s.memory != nil:
+		data = s.memory[offset:min(s.head, offset+limit)]
+		s.mu.Unlock()
+		return data[:len(data):len(data)], 0, nil
+	case offset < s.head:
+		name, length = "head", s.head
+	default:
+		for _, t := range s.tail {
+			if offset < t.to() {
+				name, from, length = strconv.FormatUint(t.from, 10), t.from, t.length
+				break
+			}
+		}
+	}
+	if name == "" || offset < from {
+		if name == "" {
+			from = s.total
+		}
+		s.mu.Unlock()
+		return nil, from, nil
+	}
+	file, err := os.Open(s.path(name))
+	s.mu.Unlock()
+	if err != nil {
+		return nil, 0, fmt.Errorf("open spooled output: %w", err)
+	}
+	defer func() { _ = file.Close() }()
+	data = make([]byte, min(limit, from+length-offset))
+	n, err := file.ReadAt(data, int64(offset-from)) //nolint:gosec // a file's offset, far below 2^63
+	if err != nil && !errors.Is(err, io.EOF) {
+		return nil, 0, fmt.Errorf("read spooled output %s: %w", file.Name(), err)
+	}
+	if n == 0 {
+		return nil, 0, fmt.Errorf("read spooled output %s at %d: %w", file.Name(), offset-from, io.ErrUnexpectedEOF)
+	}
+	return data[:n], 0, nil
+}
+
+// Excerpt returns the first and the last bytes, at most limit in all. When everything fits, it is
+// all in head.
+func (s *Stream) Excerpt(limit uint64) (head, tail []byte, tailOffset uint64, err error) {
+	s.mu.Lock()
+	ranges, total := s.kept(), s.total
+	s.mu.Unlock()
+	if len(ranges) == 0 || limit == 0 {
+		return nil, nil, total, nil
+	}
+	first, last := ranges[0], ranges[len(ranges)-1]
+	headLength, tailFrom := uint64(0), last.From
+	if first.From == 0 {
+		headLength = first.To
+		if headLength == total && total <= limit {
+			head, _, err = s.Read(0, total)
+			return head, nil, total, err
+		}
+		headLength = min(headLength, limit/2)
+	}
+	tailFrom = max(tailFrom, headLength)
+	if room := limit - headLength; last.To-tailFrom > room {
+		tailFrom = last.To - room
+	}
+	if headLength > 0 {
+		if head, _, err = s.Read(0, headLength); err != nil {
+			return nil, nil, 0, err
+		}
+	}
+	tail, _, err = s.Read(tailFrom, last.To-tailFrom)
+	return head, tail, tailFrom, err
+}
+
+func (s *Stream) path(name string) string {
+	return filepath.Join(s.options.Dir, s.options.Name+"."+name)
+}

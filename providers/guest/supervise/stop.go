@@ -1,0 +1,257 @@
+package supervise
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+const (
+	// firstLook and lastLook bound the pauses between looks whether a tree has ended after TERM.
+	firstLook = time.Millisecond
+	lastLook  = 50 * time.Millisecond
+)
+
+// stop is one end of a job's tree, shared by all who ask for it meanwhile.
+type stop struct {
+	cause  berthv1.Cause
+	reason string
+	sooner chan struct{} // has one token when deadline came nearer
+	done   chan struct{}
+
+	// The job's lock guards these.
+	deadline  time.Time // for KILL
+	applied   bool      // the leader was running when the first signal was sent
+	finished  bool
+	survivors []uint32
+}
+
+// end begins to end the job's tree, or hastens the end that is under way. Of a job that is done it
+// ends what is left; its outcome does not change.
+func (j *job) end(cause berthv1.Cause, reason string, grace time.Duration) *stop {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.endLocked(cause, reason, grace)
+}
+
+// endRunning does so only while the leader runs: what it left running meanwhile may stay.
+func (j *job) endRunning(cause berthv1.Cause, reason string, grace time.Duration) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.exit == nil {
+		j.endLocked(cause, reason, grace)
+	}
+}
+
+func (j *job) endLocked(cause berthv1.Cause, reason string, grace time.Duration) *stop {
+	if j.tree == nil {
+		return nil // it never ran, or in an earlier boot
+	}
+	deadline := time.Now().Add(grace)
+	if st := j.stop; st != nil && !st.finished {
+		if deadline.Before(st.deadline) {
+			st.deadline = deadline
+			select {
+			case st.sooner <- struct{}{}:
+			default:
+			}
+		}
+		return st
+	}
+	st := &stop{cause: cause, reason: reason, deadline: deadline, sooner: make(chan struct{}, 1), done: make(chan struct{})}
+	j.stop = st
+	if j.exit == nil && j.ending == nil {
+		j.ending = st
+	}
+	j.supervisor.work.Go(func() { j.carryOut(st) })
+	return st
+}
+
+func (j *job) carryOut(st *stop) {
+	defer close(st.done)
+	j.terminate(st)
+	survivors := j.kill(st)
+	j.mu.Lock()
+	st.survivors = survivors
+	st.finished = true
+	j.abandoned = j.exit == nil && slices.Contains(survivors, uint32(j.pid)) //nolint:gosec // not negative
+	over := j.outcome != nil || j.completing
+	j.mu.Unlock()
+	j.settle()
+	if over {
+		j.sealSoon()
+	}
+}
+
+// sealSoon ends the output of a killed job: what the killed have written is still read, what
+// somebody outside of the tree writes is not.
+func (j *job) sealSoon() {
+	silence := time.NewTimer(drainSilence)
+	defer silence.Stop()
+	select {
+	case <-j.sealed:
+	case <-silence.C:
+		j.closePipes()
+	}
+}
+
+// terminate sends TERM and waits until nothing is left or the grace is over.
+func (j *job) terminate(st *stop) {
+	if j.tree.Empty() {
+		return
+	}
+	deadline := j.deadline(st)
+	if !time.Now().Before(deadline) {
+		return
+	}
+	if running, _ := j.supervisor.Reaper.SignalGroup(j.pid, unix.SIGTERM); running {
+		j.mu.Lock()
+		st.applied = true
+		j.mu.Unlock()
+	} else {
+		j.tree.Terminate()
+	}
+	pause := time.NewTimer(0)
+	defer pause.Stop()
+	for look := firstLook; !j.tree.Empty(); look = min(2*look, lastLook) {
+		left := time.Until(j.deadline(st))
+		if left <= 0 {
+			return
+		}
+		pause.Reset(min(look, left))
+		select {
+		case <-pause.C:
+		case <-st.sooner:
+		}
+	}
+}
+
+func (j *job) deadline(st *stop) time.Time {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return st.deadline
+}
+
+// kill sends KILL to all that is left, and returns what is left then. It is bounded by the tree's
+// own patience.
+func (j *job) kill(st *stop) []uint32 {
+	if running, _ := j.supervisor.Reaper.SignalGroup(j.pid, unix.SIGKILL); running {
+		j.mu.Lock()
+		st.applied = true
+		j.mu.Unlock()
+	}
+	var survivors []uint32
+	for _, pid := range j.tree.Kill(context.Background()) {
+		survivors = append(survivors, uint32(pid)) //nolint:gosec // not negative
+	}
+	return survivors
+}
+
+// StopJob ends a job and answers when nothing of it is left, or what is left is known.
+func (s *Supervisor) StopJob(ctx context.Context, r *guestv1.StopRequest) (*guestv1.StopResponse, error) {
+	j, err := s.find(r.GetJobId())
+	if err != nil {
+		return nil, err
+	}
+	grace := j.killGrace
+	if r.GetGrace() != nil {
+		grace = positive(r.GetGrace())
+	}
+	reason := r.GetReason()
+	if reason == "" {
+		reason = "stop_requested: by the broker"
+	}
+	if st := j.end(berthv1.Cause_CAUSE_STOPPED, reason, grace); st != nil {
+		select {
+		case <-st.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	select {
+	case <-j.done:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	return &guestv1.StopResponse{Status: j.status()}, nil
+}
+
+// Signal sends a signal to the process group of a job whose leader runs; to another it does
+// nothing.
+func (s *Supervisor) Signal(r *guestv1.SignalRequest) (*guestv1.SignalResponse, error) {
+	if r.GetSignal() < 1 || r.GetSignal() > 64 {
+		return nil, refuse(Invalid, "", "%d is no signal: want 1 to 64", r.GetSignal())
+	}
+	j, err := s.find(r.GetJobId())
+	if err != nil {
+		return nil, err
+	}
+	j.mu.Lock()
+	pid := j.pid
+	j.mu.Unlock()
+	if pid != 0 {
+		if _, err := s.Reaper.SignalGroup(pid, unix.Signal(r.GetSignal())); err != nil {
+			return nil, refuse(Failed, "", "signal job %s: %v", j.id, err)
+		}
+	}
+	return &guestv1.SignalResponse{Status: j.status()}, nil
+}
+
+// find returns a job that has begun.
+func (s *Supervisor) find(id string) (*job, error) {
+	j := s.table.find(id)
+	if j == nil {
+		return nil, unknown(id)
+	}
+	<-j.begun
+	if j.refused != nil {
+		return nil, unknown(id)
+	}
+	return j, nil
+}
+
+// attach counts a reader of the job; the returned function ends it.
+func (j *job) attach() func() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.readers++
+	j.disconnected.stop()
+	j.disconnected = nil
+	return j.detach
+}
+
+func (j *job) detach() {
+	j.mu.Lock()
+	j.readers--
+	j.mu.Unlock()
+	j.watchReaders()
+}
+
+// watchReaders ends the job, after its grace, when it has no reader and must not go on without.
+func (j *job) watchReaders() {
+	j.mu.Lock()
+	alone := j.killOnDisconnect && j.readers == 0 && j.outcome == nil && !j.completing && j.disconnected == nil
+	if alone && j.disconnectGrace > 0 {
+		j.disconnected = j.supervisor.after(j.disconnectGrace, j.abandon)
+		alone = false
+	}
+	j.mu.Unlock()
+	if alone {
+		j.abandon()
+	}
+}
+
+func (j *job) abandon() {
+	j.mu.Lock()
+	alone := j.readers == 0
+	j.mu.Unlock()
+	if alone {
+		j.endRunning(berthv1.Cause_CAUSE_STOPPED, fmt.Sprintf("disconnected: no reader for %v", j.disconnectGrace), j.killGrace)
+	}
+}
