@@ -165,7 +165,7 @@ func repository(t *testing.T) string {
 
 func git(t *testing.T, args ...string) string {
 	t.Helper()
-	out, err := exec.Command("git", args...).CombinedOutput() //nolint:gosec,noctx // our own arguments
+	out, err := exec.Command("git", args...).CombinedOutput()
 	if err != nil {
 		t.Fatalf("git %v: %v: %s", args, err, out)
 	}
@@ -463,7 +463,7 @@ func TestSecretsStaySecret(t *testing.T) {
 		t.Errorf("after the restart a command sees a secret of %s bytes", got)
 	}
 	for _, secret := range []string{sandboxSecret, jobSecret, input} {
-		out, err := exec.Command("grep", "-rl", secret, w.Dir).CombinedOutput() //nolint:gosec,noctx // our own directory
+		out, err := exec.Command("grep", "-rl", secret, w.Dir).CombinedOutput()
 		if err == nil {
 			t.Errorf("%s lies in the clear in %s", secret, out)
 		}

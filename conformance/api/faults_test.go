@@ -47,7 +47,7 @@ func TestTwoHundredJobsAtOnceAreAllHonest(t *testing.T) {
 	}
 	w.restart(t) // in the middle of them
 	for i, id := range ids {
-		wantExit(t, w.wait(t, id), int32(i)) //nolint:gosec // below 200
+		wantExit(t, w.wait(t, id), int32(i))
 		if got, want := w.output(t, id), fmt.Sprintf("begin %d\nend %d\n", i, i); got != want {
 			t.Errorf("job %d wrote %q, want %q", i, got, want)
 		}
@@ -73,7 +73,7 @@ func TestFiftySandboxesAtOnce(t *testing.T) {
 			ran, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
 				SandboxId: id, Spec: &berthv1.JobSpec{Shell: fmt.Sprintf("cat README; exit %d", i)},
 			})
-			if err != nil || ran.GetJob().GetOutcome().GetExitCode() != int32(i) || string(ran.GetStdout().GetHead()) != "hello\n" { //nolint:gosec // below 50
+			if err != nil || ran.GetJob().GetOutcome().GetExitCode() != int32(i) || string(ran.GetStdout().GetHead()) != "hello\n" {
 				t.Errorf("sandbox %d: %v, %v", i, ran, err)
 			}
 			if _, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: id}); err != nil {
@@ -106,7 +106,7 @@ func (s *story) tell(ctx context.Context) {
 		return
 	}
 	sandbox := made.GetSandbox().GetId()
-	code := int32(s.number % 100) //nolint:gosec // below 100
+	code := int32(s.number % 100)
 	job := s.start(ctx, sandbox, "job", fmt.Sprintf("echo job >> %s; for i in 1 2 3 4 5; do echo $i; sleep 0.1; done; exit %d", s.counter, code))
 	endless := s.start(ctx, sandbox, "endless", fmt.Sprintf("echo endless >> %s; sleep 1000", s.counter))
 	if endless != "" {
@@ -146,7 +146,7 @@ func (s *story) start(ctx context.Context, sandbox, name, shell string) string {
 }
 
 func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
-	seed := uint64(time.Now().UnixNano()) //nolint:gosec // any number will do
+	seed := uint64(time.Now().UnixNano())
 	if said := os.Getenv("BERTH_SEED"); said != "" {
 		var err error
 		if seed, err = strconv.ParseUint(said, 10, 64); err != nil {
@@ -154,7 +154,7 @@ func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
 		}
 	}
 	t.Logf("BERTH_SEED=%d repeats the moments of the kills, as far as the kernel lets it", seed)
-	moments := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // a test wants to be repeated
+	moments := rand.New(rand.NewPCG(seed, 1))
 	w := start(t)
 	counters := t.TempDir()
 	stories := make([]*story, 24)
@@ -169,7 +169,7 @@ func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
 	over := make(chan struct{})
 	go func() { telling.Wait(); close(over) }()
 	kills := 0
-	uptimes := rand.New(rand.NewPCG(seed, 2)) //nolint:gosec // a test wants to be repeated
+	uptimes := rand.New(rand.NewPCG(seed, 2))
 	for done := false; !done; {
 		var kill <-chan time.Time
 		if kills < 40 { // then it must come to its end
@@ -364,7 +364,7 @@ func TestADaemonThatCannotServeSaysWhyInOneLine(t *testing.T) {
 		"a config with a typo":          {[]string{"--config", typo(t)}, "stat"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cmd := exec.Command(programs.Berthd, append([]string{ //nolint:gosec,noctx // ours
+			cmd := exec.Command(programs.Berthd, append([]string{
 				"--state", w.State(), "--run", filepath.Join(w.Dir, "run2"), "--listen", w.Broker.Address}, c.args...)...)
 			if c.args[0] == "--listen" && name != "a second daemon on one ledger" {
 				cmd.Args = append(cmd.Args[:1], append([]string{"--state", filepath.Join(t.TempDir(), "s")}, c.args...)...)
@@ -433,7 +433,7 @@ func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
 	need.Root(t) // to become another user
 	b := broker.New(t, programs)
 	// The other user needs a directory of its own and programs that it may read.
-	if err := os.Chmod(b.Dir, 0o755); err != nil { //nolint:gosec // for the other user to enter
+	if err := os.Chmod(b.Dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
 	home := filepath.Join(b.Dir, "u")
@@ -451,11 +451,11 @@ func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(*to, data, 0o755); err != nil { //nolint:gosec // a program
+		if err := os.WriteFile(*to, data, 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
-	cmd := exec.Command(copied.Berthd, "--state", filepath.Join(home, "state"), "--run", filepath.Join(home, "run"), //nolint:gosec,noctx // ours
+	cmd := exec.Command(copied.Berthd, "--state", filepath.Join(home, "state"), "--run", filepath.Join(home, "run"),
 		"--listen", "unix://"+filepath.Join(home, "b.sock"))
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + home}
@@ -503,7 +503,7 @@ func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
 		t.Errorf("it ended with %v\n%s", err, log.String())
 	}
 	ended = true
-	if out, err := exec.Command("pgrep", "-f", "sleep 359[8]").Output(); err == nil { //nolint:noctx // quick
+	if out, err := exec.Command("pgrep", "-f", "sleep 359[8]").Output(); err == nil {
 		t.Errorf("processes of a destroyed machine are left: %s", out)
 	}
 }

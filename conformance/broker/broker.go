@@ -43,7 +43,7 @@ func Build(ctx context.Context, dir string) (Programs, error) {
 	if err != nil {
 		return Programs{}, err
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", dir+string(filepath.Separator), //nolint:gosec // our own arguments
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", dir+string(filepath.Separator),
 		"./daemon/cmd/berthd", "./client/cmd/berth", "./providers/guest/cmd/berth-guest")
 	cmd.Dir = root
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -102,7 +102,7 @@ func (b *Broker) Command(extra ...string) *exec.Cmd {
 	args := append([]string{
 		"--state", b.State(), "--run", filepath.Join(b.Dir, "run"), "--listen", b.Address, "--log-level", "debug",
 	}, b.args...)
-	return exec.Command(b.Programs.Berthd, append(args, extra...)...) //nolint:gosec,noctx // ours; the suite ends it
+	return exec.Command(b.Programs.Berthd, append(args, extra...)...)
 }
 
 // Start starts the broker and waits until it says that it is ready. With a failpoint that it reaches
@@ -240,7 +240,7 @@ func (b *Broker) Processes() map[int]string {
 	found := map[int]string{}
 	commands, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range commands {
-		text, err := os.ReadFile(path) //nolint:gosec // of /proc
+		text, err := os.ReadFile(path)
 		if err != nil || !bytes.Contains(text, []byte(b.Dir)) {
 			continue
 		}
@@ -330,7 +330,7 @@ func (b *Broker) destroyAll(t testing.TB) {
 
 // Berth runs the command line against the broker and returns its standard output.
 func (b *Broker) Berth(ctx context.Context, args ...string) ([]byte, error) {
-	cmd := exec.CommandContext(ctx, b.Programs.Berth, args...) //nolint:gosec // ours
+	cmd := exec.CommandContext(ctx, b.Programs.Berth, args...)
 	cmd.Env = append(os.Environ(), "BERTH_ADDR="+b.Address)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr

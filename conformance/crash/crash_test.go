@@ -132,7 +132,7 @@ func (s *story) explosiveGuest(guest, term string) string {
 	script := fmt.Sprintf("#!/bin/sh\nif rm '%s' 2>/dev/null; then export %s='%s'; fi\nexec '%s' \"$@\"\n",
 		s.fuse, failpoint.EnvironmentVariable, term, guest)
 	path := filepath.Join(dir, "berth-guest")
-	if err := os.WriteFile(path, []byte(script), 0o700); err != nil { //nolint:gosec // a program
+	if err := os.WriteFile(path, []byte(script), 0o700); err != nil {
 		s.t.Fatal(err)
 	}
 	return path
@@ -375,7 +375,7 @@ func repository(t *testing.T) string {
 		{"init", "-q", "-b", "trunk"}, {"add", "."},
 		{"-c", "user.name=Test", "-c", "user.email=test@example.invalid", "commit", "-q", "-m", "first"},
 	} {
-		if out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput(); err != nil { //nolint:gosec,noctx // our own
+		if out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput(); err != nil {
 			t.Fatalf("git %v: %v: %s", args, err, out)
 		}
 	}

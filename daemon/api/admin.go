@@ -64,10 +64,10 @@ func (a *admin) GetInfo(context.Context, *berthv1.GetInfoRequest) (*berthv1.GetI
 	if err != nil {
 		return nil, err
 	}
-	info.OpenJobs = uint32(open) //nolint:gosec // a count
+	info.OpenJobs = uint32(open)
 	info.OutputBytes = a.Jobs.OutputBytes()
 	orphans, oldest := a.Reconcile.Orphans()
-	info.OrphanMachines = uint32(orphans) //nolint:gosec // a count
+	info.OrphanMachines = uint32(orphans)
 	if orphans > 0 {
 		info.OldestOrphan = durationpb.New(oldest)
 	}

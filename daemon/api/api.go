@@ -81,7 +81,7 @@ func Interceptor(log *slog.Logger) grpc.UnaryServerInterceptor {
 			return response, nil
 		}
 		mapped := toStatus(err)
-		logFailure(log, info.FullMethod, mapped, err, time.Since(begin))
+		logFailure(ctx, log, info.FullMethod, mapped, err, time.Since(begin))
 		return nil, mapped.Err()
 	}
 }

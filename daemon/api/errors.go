@@ -105,10 +105,10 @@ func cut(text string) string {
 }
 
 // logFailure logs the broker's own failures as such, and everybody else's quietly.
-func logFailure(log *slog.Logger, method string, mapped *status.Status, err error, took time.Duration) {
+func logFailure(ctx context.Context, log *slog.Logger, method string, mapped *status.Status, err error, took time.Duration) {
 	level := slog.LevelDebug
 	if mapped.Code() == codes.Internal {
 		level = slog.LevelError
 	}
-	log.Log(context.Background(), level, "call failed", "method", method, "code", mapped.Code(), "error", err, "took", took)
+	log.Log(ctx, level, "call failed", "method", method, "code", mapped.Code(), "error", err, "took", took)
 }

@@ -131,6 +131,6 @@ func (s *sandboxes) show(record *recordv1.SandboxRecord) (*berthv1.Sandbox, erro
 		MachineId: record.GetMachineId(), WorkspacePath: record.GetWorkspacePath(), Isolation: record.GetIsolation(),
 		Retention: record.GetRetention(), LastError: record.GetLastError(), CreateTime: record.GetCreateTime(),
 		ReadyTime: record.GetReadyTime(), DestroyTime: record.GetDestroyTime(), LastActivityTime: record.GetLastActivityTime(),
-		Capabilities: record.GetCapabilities(), OpenJobs: uint32(open), ExpireTime: record.GetExpireTime(), //nolint:gosec // a count
+		Capabilities: record.GetCapabilities(), OpenJobs: uint32(open), ExpireTime: record.GetExpireTime(),
 	}, nil
 }

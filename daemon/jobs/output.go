@@ -38,7 +38,7 @@ func (h *homeOutput) write(jobID string, stream berthv1.Stream, from, offset uin
 	if err != nil {
 		return fmt.Errorf("keep output of job %s: %w", jobID, err)
 	}
-	_, err = file.WriteAt(data, int64(offset-from)) //nolint:gosec // both are bounded by the output limit
+	_, err = file.WriteAt(data, int64(offset-from))
 	if err := errors.Join(err, file.Close()); err != nil {
 		return fmt.Errorf("keep output of job %s: %w", jobID, err)
 	}
@@ -77,7 +77,7 @@ func (h *homeOutput) sync(jobID string, kept map[berthv1.Stream][]*berthv1.ByteR
 }
 
 func syncPath(path string) error {
-	file, err := os.Open(path) //nolint:gosec // one of our own files
+	file, err := os.Open(path)
 	if err != nil {
 		return err
 	}
@@ -97,7 +97,7 @@ func (h *homeOutput) ranges(jobID string, stream berthv1.Stream) []*berthv1.Byte
 		from, err := strconv.ParseUint(offset, 10, 63)
 		info, infoErr := entry.Info()
 		if found && err == nil && infoErr == nil && info.Size() > 0 {
-			ranges = append(ranges, &berthv1.ByteRange{From: from, To: from + uint64(info.Size())}) //nolint:gosec // sizes are not negative
+			ranges = append(ranges, &berthv1.ByteRange{From: from, To: from + uint64(info.Size())})
 		}
 	}
 	return inOrder(ranges)
@@ -122,7 +122,7 @@ func (h *homeOutput) read(jobID string, stream berthv1.Stream, from, offset uint
 	}
 	defer func() { _ = file.Close() }()
 	data := make([]byte, limit)
-	n, err := file.ReadAt(data, int64(offset-from)) //nolint:gosec // both are bounded by the output limit
+	n, err := file.ReadAt(data, int64(offset-from))
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, fmt.Errorf("read kept output of job %s: %w", jobID, err)
 	}
@@ -142,7 +142,7 @@ func (h *homeOutput) size() uint64 {
 			return nil //nolint:nilerr // a job that is being removed is not counted
 		}
 		if info, err := entry.Info(); err == nil {
-			total += uint64(info.Size()) //nolint:gosec // sizes are not negative
+			total += uint64(info.Size())
 		}
 		return nil
 	})

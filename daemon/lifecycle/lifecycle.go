@@ -595,7 +595,7 @@ func (s *Service) Counts() (Counts, error) {
 			counts.ByState[StateName(sandbox.GetState())]++
 		}
 		open, err := tx.OpenOperations()
-		counts.OpenOperations = uint32(len(open)) //nolint:gosec // a count
+		counts.OpenOperations = uint32(len(open))
 		return err
 	})
 	return counts, err

@@ -78,9 +78,12 @@ func (s *stage) say(text string) { fmt.Println("   " + text) }
 // command shows a command line, without the values of the environment that it hands over.
 func (s *stage) command(args []string) {
 	shown := make([]string, 0, len(args))
-	for i, arg := range args {
+	before := ""
+	for _, arg := range args {
+		flag := before
+		before = arg
 		switch {
-		case i > 0 && args[i-1] == "--env":
+		case flag == "--env":
 			name, _, _ := strings.Cut(arg, "=")
 			arg = name + "=…"
 		case strings.ContainsAny(arg, " \n'|"):
@@ -144,7 +147,7 @@ func (s *stage) makeRepository(ctx context.Context) error {
 		{"add", "."},
 		{"-c", "user.name=Demo", "-c", "user.email=demo@example.invalid", "commit", "-q", "-m", "Statistics of small samples"},
 	} {
-		git := exec.CommandContext(ctx, "git", append([]string{"-C", s.repo}, args...)...) //nolint:gosec // our own arguments
+		git := exec.CommandContext(ctx, "git", append([]string{"-C", s.repo}, args...)...)
 		if out, err := git.CombinedOutput(); err != nil {
 			return fmt.Errorf("git %s: %w: %s", args[0], err, out)
 		}
@@ -157,7 +160,7 @@ func (s *stage) makeRepository(ctx context.Context) error {
 func (s *stage) goEnvironment() []string {
 	args := []string{"--env", "PATH=" + os.Getenv("PATH"), "--env", "CGO_ENABLED=0", "--env", "GOFLAGS=-trimpath", "--env", "GOTOOLCHAIN=local"}
 	for _, name := range []string{"GOCACHE", "GOROOT", "GOMODCACHE"} {
-		value, err := exec.Command("go", "env", name).Output() //nolint:gosec,noctx // one of three names
+		value, err := exec.Command("go", "env", name).Output()
 		if err == nil && len(bytes.TrimSpace(value)) > 0 {
 			args = append(args, "--env", name+"="+string(bytes.TrimSpace(value)))
 		}
@@ -179,7 +182,7 @@ func (s *stage) startBroker(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = log.Close() }()
-	broker := exec.Command(filepath.Join(s.bin, "berthd"), args...) //nolint:gosec,noctx // ours; it is ended by the story
+	broker := exec.Command(filepath.Join(s.bin, "berthd"), args...)
 	broker.Stderr = log
 	broker.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is the story's to handle
 	out, err := broker.StdoutPipe()
@@ -265,7 +268,7 @@ func (s *stage) quietly(ctx context.Context, args ...string) ([]byte, error) {
 }
 
 func (s *stage) run(ctx context.Context, want int, args []string) ([]byte, error) {
-	berth := exec.CommandContext(ctx, filepath.Join(s.bin, "berth"), args...) //nolint:gosec // ours
+	berth := exec.CommandContext(ctx, filepath.Join(s.bin, "berth"), args...)
 	berth.Env = append(os.Environ(), "BERTH_ADDR="+s.address())
 	var out, errs bytes.Buffer
 	berth.Stdout, berth.Stderr = &out, &errs
@@ -317,10 +320,10 @@ func (s *stage) leftovers() []string {
 }
 
 // strike takes the stage down, however the story ended.
-func (s *stage) strike() error {
+func (s *stage) strike(ctx context.Context) error {
 	if s.broker != nil {
 		// The story broke off: destroy what it has made before the broker goes.
-		ctx, cancel := context.WithTimeout(context.Background(), stopMost)
+		ctx, cancel := context.WithTimeout(ctx, stopMost)
 		defer cancel()
 		if ids, err := s.run(ctx, 0, []string{"ls", "-o", "id"}); err == nil {
 			for _, id := range strings.Fields(string(ids)) {

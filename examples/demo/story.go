@@ -27,7 +27,7 @@ func tell(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, s.strike()) }()
+	defer func() { err = errors.Join(err, s.strike(context.WithoutCancel(ctx))) }()
 	if err := s.open(ctx); err != nil {
 		return err
 	}

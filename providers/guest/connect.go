@@ -35,7 +35,7 @@ func listen(ctx context.Context, path string) (net.Listener, error) {
 	// On Linux a socket's file gets the mode that the socket has when it is bound.
 	config := net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
 		var chmod error
-		err := conn.Control(func(fd uintptr) { chmod = unix.Fchmod(int(fd), 0o600) }) //nolint:gosec // a descriptor fits
+		err := conn.Control(func(fd uintptr) { chmod = unix.Fchmod(int(fd), 0o600) })
 		return errors.Join(err, chmod)
 	}}
 	listener, err := config.Listen(ctx, "unix", path)

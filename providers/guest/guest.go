@@ -152,7 +152,6 @@ func (s *service) serve(ctx context.Context, config *guestv1.BootConfig, options
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: options.KeepaliveTime, Timeout: options.KeepaliveTimeout}),
 		grpc.MaxRecvMsgSize(messageMost),
 		grpc.MaxSendMsgSize(messageMost),
-		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
 	)
 	guestv1.RegisterGuestServiceServer(server, s)

@@ -144,8 +144,11 @@ func (m *machine) start() {
 	file := filepath.Join(m.dir, "config.json")
 	must(m.t, os.WriteFile(file, data, 0o600))
 	m.process = exec.Command(os.Args[0])
-	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x", "GORACE=halt_on_error=0", "GOMAXPROCS=" + os.Getenv("GUESTPROCS")}
+	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x"}
 	m.process.Stderr = os.Stderr
+	if m.config.GetMountProc() {
+		m.process.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNS}
+	}
 	must(m.t, m.process.Start())
 	m.connect()
 }

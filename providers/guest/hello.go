@@ -125,7 +125,7 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 		Workspace:    me.workspace,
 		Shell:        launch.Shell(),
 		Time:         timestamppb.Now(),
-		Uid:          uint32(os.Getuid()), //nolint:gosec // not negative on Linux
+		Uid:          uint32(os.Getuid()),
 		Platform:     platform,
 		Generation:   me.generation,
 	}, nil

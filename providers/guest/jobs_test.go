@@ -804,6 +804,29 @@ func TestTheEndOfTheGuestIsTheEndOfItsJobs(t *testing.T) {
 	}
 }
 
+func TestAsPID1ItSeesOnlyItsMachineAndReapsItsOrphans(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can make namespaces")
+	}
+	m := boot(t, append(firstContainment(t), func(c *guestv1.BootConfig) { c.MountProc = true })...)
+	response := m.run(shell("readlink /proc/1/exe; (sleep 0.1 &); setsid sleep 0.1 & exit 3"))
+	if o := response.GetStatus().GetOutcome(); o.GetExitCode() != 3 {
+		t.Errorf("outcome %v", o)
+	}
+	if got, self := strings.TrimSpace(string(response.GetStdout().GetHead())), m.process.Path; filepath.Base(got) != filepath.Base(self) {
+		t.Errorf("process 1 is %q, want %q", got, self)
+	}
+	eventually(t, "the orphans are reaped", func() bool {
+		out := m.run(shell("cat /proc/[0-9]*/stat | grep -c '(sleep)'")).GetStdout().GetHead()
+		return strings.TrimSpace(string(out)) == "0"
+	})
+	begun := time.Now()
+	m.end() // TERM, and it exits 0
+	if took := time.Since(begun); took > 5*time.Second {
+		t.Errorf("it took %v to end", took)
+	}
+}
+
 // containments are the ways of keeping a job together that can be tried here.
 func containments(t *testing.T) map[string][]func(*guestv1.BootConfig) {
 	t.Helper()

@@ -103,7 +103,7 @@ func resolve(cmd *cobra.Command, flags config) (config, error) {
 
 // readConfig reads a file over c. A name that is not known is an error: a typo must not be ignored.
 func readConfig(path string, c *config) error {
-	data, err := os.ReadFile(path) //nolint:gosec // the file that the operator names
+	data, err := os.ReadFile(path)
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}

@@ -227,8 +227,8 @@ func stopServer(server *grpc.Server) {
 func (d *daemon) info() *berthv1.GetInfoResponse {
 	return &berthv1.GetInfoResponse{
 		Version: buildVersion(), InstanceId: d.ledger.Instance(), StartTime: timestamppb.New(d.started),
-		Revision: d.ledger.Revision(), SchemaVersion: d.ledger.Schema(), LedgerBytes: uint64(max(d.ledger.SizeBytes(), 0)), //nolint:gosec // not negative
-		StateDir: d.config.State, Platform: platform(), RecoveringMachines: uint32(d.links.Silent()), //nolint:gosec // a count
+		Revision: d.ledger.Revision(), SchemaVersion: d.ledger.Schema(), LedgerBytes: uint64(max(d.ledger.SizeBytes(), 0)),
+		StateDir: d.config.State, Platform: platform(), RecoveringMachines: uint32(d.links.Silent()),
 		ResidentBytes: resident(),
 	}
 }

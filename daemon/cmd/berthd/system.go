@@ -152,5 +152,5 @@ func resident() uint64 {
 	if err != nil {
 		return 0
 	}
-	return pages * uint64(os.Getpagesize()) //nolint:gosec // a page has a positive size
+	return pages * uint64(os.Getpagesize())
 }

@@ -1,6 +1,7 @@
 package reap
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"sync"
@@ -97,7 +98,7 @@ func TestAForkThatFailsOwnsNothing(t *testing.T) {
 	r := Start()
 	defer r.Close()
 	_, err := r.Spawn(func() (int, error) { return 0, syscall.ENOENT }, func(Exit) { t.Error("called") })
-	if err != syscall.ENOENT {
+	if !errors.Is(err, syscall.ENOENT) {
 		t.Error(err)
 	}
 }

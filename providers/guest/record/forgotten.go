@@ -55,7 +55,7 @@ func ParseID(id string) (ULID, error) {
 		low = low<<5 | uint64(value)
 	}
 	for i := range 8 {
-		u[i] = byte(high >> (56 - 8*i)) //nolint:gosec // the byte is what is wanted
+		u[i] = byte(high >> (56 - 8*i))
 		u[8+i] = byte(low >> (56 - 8*i))
 	}
 	return u, nil

@@ -155,7 +155,7 @@ func (d *Directory) acquire() error {
 // claim makes the directory this machine's.
 func (d *Directory) claim(machineID string) error {
 	file := filepath.Join(d.path, "machine")
-	before, err := os.ReadFile(file) //nolint:gosec // the guest's own directory
+	before, err := os.ReadFile(file)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("read whose spool it is: %w", err)
 	}
@@ -316,7 +316,7 @@ func (d *Directory) createQuick(path string) error {
 }
 
 func (d *Directory) createCopy(path string) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) //nolint:gosec // the guest's own directory
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if errors.Is(err, fs.ErrExist) {
 		return ErrExists
 	}
@@ -387,7 +387,7 @@ func (d *Directory) RemoveOutput(id string) error {
 }
 
 func read(path string, message proto.Message) error {
-	data, err := os.ReadFile(path) //nolint:gosec // the guest's own directory
+	data, err := os.ReadFile(path)
 	if err != nil {
 		return err
 	}
@@ -408,7 +408,7 @@ func replace(path string, data []byte) error {
 
 // writeSynced makes data the content of a file, on disk, using the blocks that it has.
 func writeSynced(path string, data []byte, flags int) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|flags, 0o600) //nolint:gosec // the guest's own directory
+	file, err := os.OpenFile(path, os.O_WRONLY|flags, 0o600)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", path, err)
 	}
@@ -426,7 +426,7 @@ func writeSynced(path string, data []byte, flags int) error {
 }
 
 func syncDir(path string) error {
-	dir, err := os.Open(path) //nolint:gosec // the guest's own directory
+	dir, err := os.Open(path)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", path, err)
 	}

@@ -415,7 +415,7 @@ func (s *Stream) readPiece(offset, limit uint64) (data []byte, nextKept uint64, 
 	}
 	defer func() { _ = file.Close() }()
 	data = make([]byte, min(limit, from+length-offset))
-	n, err := file.ReadAt(data, int64(offset-from)) //nolint:gosec // a file's offset, far below 2^63
+	n, err := file.ReadAt(data, int64(offset-from))
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, 0, fmt.Errorf("read spooled output %s: %w", file.Name(), err)
 	}

@@ -275,7 +275,7 @@ func pipe() (read, write int, err error) {
 }
 
 func (p *plumbing) childEnd(number, fd int) {
-	p.child[number] = uintptr(fd) //nolint:gosec // a descriptor is not negative
+	p.child[number] = uintptr(fd)
 	p.owned = append(p.owned, fd)
 }
 
@@ -301,11 +301,11 @@ func (j *job) feed(fd int, data []byte) {
 	}
 	n, _ := unix.Write(fd, data)
 	if n = max(n, 0); n == len(data) {
-		j.inputOffset.Store(uint64(n)) //nolint:gosec // not negative
+		j.inputOffset.Store(uint64(n))
 		_ = unix.Close(fd)
 		return
 	}
-	j.inputOffset.Store(uint64(n)) //nolint:gosec // not negative
+	j.inputOffset.Store(uint64(n))
 	j.stdin = os.NewFile(uintptr(fd), "stdin")
 	j.supervisor.work.Go(func() {
 		// A command that does not read its input is no failure.

@@ -87,7 +87,7 @@ func (j *job) startPumps(p *plumbing) {
 			j.streams[i].Seal()
 			continue
 		}
-		j.pipes[i].file = os.NewFile(uintptr(fd), streamNames[i]) //nolint:gosec // a descriptor is not negative
+		j.pipes[i].file = os.NewFile(uintptr(fd), streamNames[i])
 		j.open++
 		j.supervisor.work.Add(1)
 		go j.pump(i)
@@ -109,7 +109,7 @@ func (j *job) pump(i int) {
 		buffer := buffers.Get().(*[]byte)
 		defer buffers.Put(buffer)
 		for {
-			n, err := unix.Read(int(fd), *buffer) //nolint:gosec // a descriptor fits
+			n, err := unix.Read(int(fd), *buffer)
 			switch {
 			case errors.Is(err, unix.EINTR):
 				continue
@@ -248,7 +248,7 @@ func (o *outlet) quiet(now time.Time) time.Duration {
 	pending := o.busy.Load()
 	if conn, err := o.file.SyscallConn(); err == nil {
 		_ = conn.Control(func(fd uintptr) {
-			n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ) //nolint:gosec // a descriptor fits
+			n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ)
 			pending = pending || err == nil && n > 0
 		})
 	}
@@ -397,12 +397,12 @@ func waitStatus(exit *reap.Exit) (*berthv1.WaitStatus, *int32) {
 	if exit.Status.Signaled() {
 		number := exit.Status.Signal()
 		return &berthv1.WaitStatus{
-			Status:     &berthv1.WaitStatus_Signal{Signal: uint32(number)}, //nolint:gosec // 1 to 64
+			Status:     &berthv1.WaitStatus_Signal{Signal: uint32(number)},
 			CoreDumped: exit.Status.CoreDump(),
-		}, proto.Int32(signalCode + int32(number)) //nolint:gosec // 1 to 64
+		}, proto.Int32(signalCode + int32(number))
 	}
 	code := exit.Status.ExitStatus()
-	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}}, proto.Int32(int32(code)) //nolint:gosec // 0 to 255
+	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}}, proto.Int32(int32(code))
 }
 
 // status returns what is known of the job.
@@ -427,7 +427,7 @@ func (j *job) status() *guestv1.Status {
 		Shell:       j.shell,
 		Durable:     j.durable,
 		Cursor:      j.cursor.Load(),
-		Pid:         uint32(j.pid), //nolint:gosec // not negative
+		Pid:         uint32(j.pid),
 		InputOffset: j.inputOffset.Load(),
 		InputClosed: true,
 	}

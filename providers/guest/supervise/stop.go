@@ -80,7 +80,7 @@ func (j *job) carryOut(st *stop) {
 	j.mu.Lock()
 	st.survivors = survivors
 	st.finished = true
-	j.abandoned = j.exit == nil && slices.Contains(survivors, uint32(j.pid)) //nolint:gosec // not negative
+	j.abandoned = j.exit == nil && slices.Contains(survivors, uint32(j.pid))
 	over := j.outcome != nil || j.completing
 	j.mu.Unlock()
 	j.settle()
@@ -148,7 +148,7 @@ func (j *job) kill(st *stop) []uint32 {
 	}
 	var survivors []uint32
 	for _, pid := range j.tree.Kill(context.Background()) {
-		survivors = append(survivors, uint32(pid)) //nolint:gosec // not negative
+		survivors = append(survivors, uint32(pid))
 	}
 	return survivors
 }
