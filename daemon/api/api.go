@@ -71,6 +71,21 @@ func (a *api) call(method string, request mutation) (lifecycle.Call, error) {
 	return call, nil
 }
 
+// StreamInterceptor maps every streaming call's error and logs the call.
+func StreamInterceptor(log *slog.Logger) grpc.StreamServerInterceptor {
+	return func(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+		begin := time.Now()
+		err := handler(service, stream)
+		if err == nil {
+			log.Debug("stream", "method", info.FullMethod, "took", time.Since(begin))
+			return nil
+		}
+		mapped := toStatus(err)
+		logFailure(stream.Context(), log, info.FullMethod, mapped, err, time.Since(begin))
+		return mapped.Err()
+	}
+}
+
 // Interceptor maps every unary call's error and logs the call.
 func Interceptor(log *slog.Logger) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {

@@ -38,6 +38,9 @@ func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommand
 	if err := validJobRequest(request.GetSandboxId(), request.GetSpec()); err != nil {
 		return nil, err
 	}
+	if err := validRun(request.GetSpec()); err != nil {
+		return nil, err
+	}
 	limit, err := runOutput(request)
 	if err != nil {
 		return nil, err

@@ -30,6 +30,8 @@ const (
 	maxOutputLimit = 4 << 30
 	maxURLBytes    = 4 << 10
 	maxRefBytes    = 1 << 10
+	maxCells       = 65535 // of a terminal, each way: what the kernel's winsize holds
+	maxSignal      = 64
 )
 
 var (
@@ -169,10 +171,17 @@ func validJobSpec(spec *berthv1.JobSpec) error {
 		return fault.Invalid("spec.stdin.data", "must be at most 1 MiB")
 	case berthv1.OnDisconnect_name[int32(spec.GetOnDisconnect())] == "":
 		return fault.Invalid("spec.on_disconnect", "is not one of ON_DISCONNECT_KILL, ON_DISCONNECT_KEEP")
-	case spec.GetTty() != nil || spec.GetStdin().GetOpen():
-		// Not even a detached job can be given one before there is a call that feeds it.
-		return fault.New(fault.CapabilityMissing, "spec.tty, spec.stdin.open: this broker cannot attach a terminal or an open stdin yet: leave them out, or give stdin as spec.stdin.data").
-			With("capability", "attach")
+	}
+	return validTerminal(spec.GetTty())
+}
+
+// validTerminal refuses a terminal without a size: programs misbehave in one of 0 by 0.
+func validTerminal(size *berthv1.TerminalSize) error {
+	if size == nil {
+		return nil
+	}
+	if size.GetCols() < 1 || size.GetCols() > maxCells || size.GetRows() < 1 || size.GetRows() > maxCells {
+		return fault.Invalid("spec.tty", "cols and rows must be between 1 and %d", maxCells)
 	}
 	return nil
 }
@@ -282,6 +291,17 @@ func printable(text string) bool {
 		return false
 	}
 	return !strings.ContainsFunc(text, func(r rune) bool { return r < 0x20 || r == 0x7f })
+}
+
+// validRun refuses what a command without an attached caller cannot have.
+func validRun(spec *berthv1.JobSpec) error {
+	switch {
+	case spec.GetTty() != nil:
+		return fault.Invalid("spec.tty", "nobody is attached to a RunCommand: use Exec, or leave it out")
+	case spec.GetStdin().GetOpen():
+		return fault.Invalid("spec.stdin.open", "nobody can feed a RunCommand: use Exec or StartJob, or give spec.stdin.data")
+	}
+	return nil
 }
 
 // required refuses an empty id before anything is looked up.

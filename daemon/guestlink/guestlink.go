@@ -132,6 +132,9 @@ func (l *Links) Hello(machineID string) *guestv1.HelloResponse {
 	return nil
 }
 
+// Awaited reports whether a link is kept to a machine, up or not.
+func (l *Links) Awaited(machineID string) bool { return l.find(machineID) != nil }
+
 // Silent returns how many machines have not answered since their link was opened.
 func (l *Links) Silent() int {
 	l.mu.Lock()
@@ -182,6 +185,23 @@ func (l *Links) Call(ctx context.Context, machineID string, fn func(context.Cont
 		}
 		k.suspect(live)
 	}
+}
+
+// Stream runs fn once with the machine's guest, for a call that streams: who made it knows how far it
+// came, and so alone can go on after the connection broke. Errors are those of Call.
+func (l *Links) Stream(ctx context.Context, machineID string, fn func(context.Context, guestv1.GuestServiceClient) error) error {
+	k := l.find(machineID)
+	if k == nil {
+		return unreachable(machineID, errNoLink)
+	}
+	live, err := k.soon(ctx)
+	if err != nil {
+		return err
+	}
+	if err := fn(ctx, live.client); err != nil {
+		return fromGuest(machineID, err)
+	}
+	return nil
 }
 
 func (l *Links) find(machineID string) *link {

@@ -79,7 +79,7 @@ func (s *Service) machineStopped(job *recordv1.JobRecord) error {
 // Stop ends a job and everything that it started, and returns it with its outcome. A job that is
 // done keeps its outcome; what it left running is killed. A grace of nil is the job's own.
 func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grace *durationpb.Duration) (*recordv1.JobRecord, error) {
-	job, err := s.mayStop(ctx, call, id)
+	job, err := s.mayTouch(ctx, call, id)
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +99,7 @@ func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grac
 			return nil, err
 		}
 		// The guest has not begun it yet, or its receipt came home just now.
-		if job, err = s.until(ctx, id, s.settledOrBegun(job)); err != nil {
+		if job, err = s.until(ctx, id, s.beyond(job)); err != nil {
 			return nil, err
 		}
 		if isDone(job) {
@@ -108,33 +108,37 @@ func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grac
 	}
 }
 
-// settledOrBegun waits for a job to go beyond what it was.
-func (s *Service) settledOrBegun(was *recordv1.JobRecord) func(*recordv1.JobRecord) bool {
-	return func(job *recordv1.JobRecord) bool { return isDone(job) || hasBegun(job) && !hasBegun(was) }
-}
-
-func (s *Service) mayStop(ctx context.Context, call lifecycle.Call, id string) (*recordv1.JobRecord, error) {
-	var job *recordv1.JobRecord
-	check := func(tx *store.Tx) (err error) {
-		if job, err = tx.Job(id); err != nil {
+// mayTouch returns a job that a mutating call is about, and remembers the call; or why the call may
+// not touch the job.
+func (s *Service) mayTouch(ctx context.Context, call lifecycle.Call, id string) (*recordv1.JobRecord, error) {
+	job, repeated, err := s.look(call, id)
+	if err != nil || repeated || call.RequestID == "" {
+		return job, err
+	}
+	return job, s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+		if prior, err := call.Prior(tx); err != nil || prior != "" {
 			return err
 		}
-		if job == nil || job.GetNamespace() != call.Namespace {
-			return noJob(id)
-		}
-		if prior, err := call.Prior(tx); err != nil || prior != "" {
+		return call.Remember(tx, id, s.opts.Now())
+	})
+}
+
+// look returns a job that a mutating call is about, and whether the same call was made before.
+func (s *Service) look(call lifecycle.Call, id string) (job *recordv1.JobRecord, repeated bool, err error) {
+	if job, err = s.find(call.Namespace, id); err != nil {
+		return nil, false, err
+	}
+	err = s.opts.Store.View(func(tx *store.Tx) error {
+		prior, err := call.Prior(tx)
+		if repeated = prior != ""; err != nil || repeated {
 			return err
 		}
 		if _, err := call.Sandbox(tx, job.GetSandboxId()); err != nil && !fault.Is(err, fault.SandboxNotFound) {
 			return err
 		}
-		return call.Remember(tx, id, s.opts.Now())
-	}
-	if call.RequestID == "" {
-		return job, errors.Join(s.opts.Store.View(check))
-	}
-	err := s.opts.Store.Update(ctx, check)
-	return job, err
+		return nil
+	})
+	return job, repeated, err
 }
 
 func (s *Service) stopInGuest(ctx context.Context, machineID string, request *guestv1.StopRequest) (*guestv1.Status, error) {

@@ -101,6 +101,7 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 		}
 		note(known, response)
 		s.settleOpen(ctx, machineID, hello, known)
+		s.tookStock(machineID)
 		known = nil
 		request.Wait, request.DurableOnly = durationpb.New(listWait), true
 	}

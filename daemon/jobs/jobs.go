@@ -69,6 +69,10 @@ type Service struct {
 	followers map[string]*follower // by machine
 	beginning map[string]bool      // jobs whose start is under way in this process
 	active    map[string]time.Time // when last_activity was last written, by sandbox
+	held      map[string]int       // who reads from a guest, by job
+	// forgettable are held jobs that their guest may forget when nobody reads from there any more.
+	forgettable map[string]bool
+	stocked     map[string]bool // machines whose jobs were taken stock of since the start
 
 	importing singleflight.Group // by job
 }
@@ -87,6 +91,7 @@ func New(opts Options) (*Service, error) {
 	return &Service{
 		opts: opts, output: output, news: newNews(), ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
 		followers: map[string]*follower{}, beginning: map[string]bool{}, active: map[string]time.Time{},
+		held: map[string]int{}, forgettable: map[string]bool{}, stocked: map[string]bool{},
 	}, nil
 }
 
@@ -411,13 +416,40 @@ func (s *Service) job(id string) (*recordv1.JobRecord, error) {
 	return job, err
 }
 
-// find returns a job of a namespace.
+// find returns a job of a namespace. A job that the ledger does not have may be an attached command
+// that only a guest knows which has not been heard from yet: that is RECOVERING, not NOT_FOUND.
 func (s *Service) find(namespace, id string) (*recordv1.JobRecord, error) {
 	job, err := s.job(id)
-	if err == nil && job.GetNamespace() != namespace {
+	switch {
+	case fault.Is(err, fault.JobNotFound) && validJobID(id) && s.takingStock():
+		return nil, fault.New(fault.Recovering, "the broker has just started and does not know of job %s yet: try again", id).Retry(time.Second)
+	case err == nil && job.GetNamespace() != namespace:
 		return nil, noJob(id)
 	}
 	return job, err
+}
+
+// takingStock reports whether a machine that should run has not told its jobs since the start.
+func (s *Service) takingStock() bool {
+	var machines []*recordv1.MachineRecord
+	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
+		machines, err = tx.LiveMachines()
+		return err
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, machine := range machines {
+		if machine.GetState() == recordv1.MachineState_MACHINE_STATE_BOOTED && !s.stocked[machine.GetId()] && s.opts.Links.Awaited(machine.GetId()) {
+			return true
+		}
+	}
+	return err != nil
+}
+
+func (s *Service) tookStock(machineID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stocked[machineID] = true
 }
 
 func noJob(id string) error {

@@ -60,8 +60,12 @@ func (s *Service) importReceipt(ctx context.Context, machineID string, status *g
 			return nil, err
 		}
 	}
-	if sealed(status) {
+	switch {
+	case !sealed(status) || !s.mayForget(job.GetId()):
+	case status.GetDurable() || job.GetKeepOutput():
 		s.forget(ctx, machineID, job.GetId())
+	default:
+		s.Thanked(job, false) // its caller may come back for the end
 	}
 	return job, nil
 }

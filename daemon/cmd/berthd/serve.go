@@ -37,6 +37,7 @@ const (
 	keepaliveTime = 30 * time.Second // a client that is gone without a word is noticed
 	keepaliveMost = 10 * time.Second
 	clientPingMin = 5 * time.Second // a client may ping this often
+	streamWindow  = 1 << 20         // bytes in flight a stream: output at full speed, and a bound on what a slow reader costs
 	maxMessage    = 4<<20 + 64<<10  // the largest request: 2 MiB of argv, 1 MiB of environment, 1 MiB of stdin
 )
 
@@ -167,7 +168,8 @@ func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listen
 		grpc.MaxRecvMsgSize(maxMessage),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveMost}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: clientPingMin, PermitWithoutStream: true}),
-		grpc.UnaryInterceptor(api.Interceptor(d.log)),
+		grpc.UnaryInterceptor(api.Interceptor(d.log)), grpc.StreamInterceptor(api.StreamInterceptor(d.log)),
+		grpc.InitialWindowSize(streamWindow), grpc.InitialConnWindowSize(2*streamWindow),
 	)
 	api.Register(server, api.Options{
 		Sandboxes: d.sandboxes, Jobs: d.jobs, Reconcile: d.reconcile, Hasher: keys, HashVersion: vault.HashVersion,

@@ -1939,7 +1939,8 @@ type ExecResponse_InputAcknowledged struct {
 }
 
 type ExecResponse_Done struct {
-	// Last: the job, DONE.
+	// Last: the job, DONE. The caller half-closes then, which says that it has everything: until
+	// then, and for two minutes if it does not, it may come back with reattach.
 	Done *Job `protobuf:"bytes,5,opt,name=done,proto3,oneof"`
 }
 

@@ -121,7 +121,10 @@ type BootConfig struct {
 	// The machine's generation.
 	Generation uint64 `protobuf:"varint,9,opt,name=generation,proto3" json:"generation,omitempty"`
 	// Environment of every job's command beneath the spec's: the machine's own. Holds no secret.
-	Env           map[string]string `protobuf:"bytes,10,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Env map[string]string `protobuf:"bytes,10,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// User of every command that names none: name or uid, optionally ":" and a group. The workspace
+	// belongs to it when the guest makes it. Empty: the guest's own.
+	DefaultUser   string `protobuf:"bytes,11,opt,name=default_user,json=defaultUser,proto3" json:"default_user,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -224,6 +227,13 @@ func (x *BootConfig) GetEnv() map[string]string {
 		return x.Env
 	}
 	return nil
+}
+
+func (x *BootConfig) GetDefaultUser() string {
+	if x != nil {
+		return x.DefaultUser
+	}
+	return ""
 }
 
 // HelloRequest is the broker's.
@@ -4421,7 +4431,7 @@ var File_berth_guest_v1_guest_proto protoreflect.FileDescriptor
 
 const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x1aberth/guest/v1/guest.proto\x12\x0eberth.guest.v1\x1a\x13berth/v1/file.proto\x1a\x12berth/v1/job.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8f\x03\n" +
+	"\x1aberth/guest/v1/guest.proto\x12\x0eberth.guest.v1\x1a\x13berth/v1/file.proto\x1a\x12berth/v1/job.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb2\x03\n" +
 	"\n" +
 	"BootConfig\x12\x1d\n" +
 	"\n" +
@@ -4440,7 +4450,8 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"generation\x18\t \x01(\x04R\n" +
 	"generation\x125\n" +
 	"\x03env\x18\n" +
-	" \x03(\v2#.berth.guest.v1.BootConfig.EnvEntryR\x03env\x1a6\n" +
+	" \x03(\v2#.berth.guest.v1.BootConfig.EnvEntryR\x03env\x12!\n" +
+	"\fdefault_user\x18\v \x01(\tR\vdefaultUser\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaf\x01\n" +
