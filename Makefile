@@ -53,6 +53,10 @@ race: $(TESTSUM) ## the same tests under the race detector (needs a C compiler)
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/...
 
+.PHONY: bench
+bench: build ## measure what it costs, beside what it stands on; prints a table and writes bench.json
+	go run ./conformance/cmd/bench
+
 # ---- The source ------------------------------------------------------------------------------------
 
 .PHONY: lint

@@ -40,6 +40,7 @@ var arrows = []arrow{
 	{"client", nil},
 	{"engine", []string{"client"}},
 	{"conformance/provider", []string{"client", "providers"}},
+	{"conformance/cmd", []string{"client", "conformance/*", "daemon/store"}}, // the bench measures commits
 	{"conformance", []string{"client"}},
 	{"examples", []string{"client"}},
 }

@@ -84,15 +84,7 @@ func (s *Service) Exec(ctx context.Context, call lifecycle.Call, sandboxID strin
 // attachedStart is the record and the guest's request of a command that is not written down before
 // it runs.
 func (s *Service) attachedStart(call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec) (*recordv1.JobRecord, *guestv1.StartRequest, error) {
-	job, secrets, err := s.newAttached(call, sandboxID, spec)
-	if err != nil {
-		return nil, nil, err
-	}
-	sandbox, _, err := s.opts.Sandboxes.Get(call.Namespace, sandboxID)
-	if err != nil {
-		return nil, nil, err
-	}
-	command, err := s.command(sandbox, spec, secrets)
+	job, command, err := s.newAttached(call, sandboxID, spec)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
@@ -62,15 +63,7 @@ func (s *Service) fromReceipt(job *recordv1.JobRecord, maxOutput uint64) (*Ran, 
 }
 
 func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec, maxOutput uint64) (*Ran, error) {
-	job, secrets, err := s.newAttached(call, sandboxID, spec)
-	if err != nil {
-		return nil, err
-	}
-	sandbox, _, err := s.opts.Sandboxes.Get(call.Namespace, sandboxID)
-	if err != nil {
-		return nil, err
-	}
-	command, err := s.command(sandbox, spec, secrets)
+	job, command, err := s.newAttached(call, sandboxID, spec)
 	if err != nil {
 		return nil, err
 	}
@@ -105,24 +98,27 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 	return &Ran{Job: job, Stdout: response.GetStdout(), Stderr: response.GetStderr()}, nil
 }
 
-// newAttached makes the record of a command that is not written down before it runs.
-func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec) (*recordv1.JobRecord, *recordv1.JobSecrets, error) {
-	job, secrets, err := s.newJob(call.Namespace, sandboxID, spec, false)
+// newAttached makes the record of a command that is not written down before it runs, and the command
+// itself.
+func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec) (*recordv1.JobRecord, *guestv1.Command, error) {
+	var sandbox *recordv1.SandboxRecord
+	var machine *recordv1.MachineRecord
+	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
+		sandbox, machine, err = runningMachine(tx, call, sandboxID)
+		return err
+	})
 	if err != nil {
 		return nil, nil, err
 	}
-	job.KeepOutput = false
-	job.State = berthv1.JobState_JOB_STATE_RUNNING
-	job.SealedSecrets, job.StartDeadline = nil, nil
-	err = s.opts.Store.View(func(tx *store.Tx) error {
-		sandbox, machine, err := runningMachine(tx, call, sandboxID)
-		if err != nil {
-			return err
-		}
-		job.MachineId, job.Generation, job.BootId = machine.GetId(), sandbox.GetGeneration(), machine.GetBootId()
-		return nil
-	})
-	return job, secrets, err
+	now := s.opts.Now()
+	job := &recordv1.JobRecord{
+		Id: lifecycle.NewID("job"), Namespace: call.Namespace, SandboxId: sandboxID, Spec: proto.CloneOf(spec),
+		State: berthv1.JobState_JOB_STATE_RUNNING, CreateTime: timestamppb.New(now),
+		MachineId: machine.GetId(), Generation: sandbox.GetGeneration(), BootId: machine.GetBootId(),
+	}
+	redact(job.GetSpec())
+	command, err := s.command(sandbox, spec, &recordv1.JobSecrets{Env: spec.GetSecretEnv(), Stdin: spec.GetStdin().GetData()})
+	return job, command, err
 }
 
 // fill gives an attached command's record what its guest said of its end.

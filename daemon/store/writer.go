@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 )
@@ -40,8 +41,8 @@ func (s *Store) Update(ctx context.Context, fn func(*Tx) error) error {
 	}
 }
 
-// UpdateLater hands fn to the same queue as Update and does not wait: fn is committed in its turn,
-// at the latest by Close. Its error is logged. What is handed in and not yet committed is lost in a
+// UpdateLater hands fn to the same queue as Update and does not wait: fn is committed with the next
+// Update, or after linger when there is none, and at the latest by Close. Its error is logged. What is handed in and not yet committed is lost in a
 // crash, so fn only writes what can be found out again.
 func (s *Store) UpdateLater(fn func(*Tx) error) {
 	if !s.queue.add(&change{fn: fn}) {
@@ -68,11 +69,18 @@ const (
 func (c *change) take() bool     { return c.state.CompareAndSwap(waiting, taken) }
 func (c *change) withdraw() bool { return c.state.CompareAndSwap(waiting, withdrawn) }
 
+// linger is how long a change that nobody waits for may wait for others: a short attached command
+// writes one behind its answer, and a commit for each would cost more than the command.
+const linger = 50 * time.Millisecond
+
 // queue is the changes that wait for the writer, oldest first.
 type queue struct {
 	mu      sync.Mutex
 	filled  sync.Cond
 	changes []*change
+	awaited int         // how many of them somebody waits for
+	due     bool        // those that nobody waits for have waited long enough
+	timer   *time.Timer // will say so; nil while there are none
 	closed  bool
 }
 
@@ -86,8 +94,27 @@ func (q *queue) add(c *change) bool {
 		return false
 	}
 	q.changes = append(q.changes, c)
-	q.filled.Signal()
+	if c.done != nil {
+		q.awaited++
+	} else if q.timer == nil {
+		q.timer = time.AfterFunc(linger, q.hurry)
+	}
+	if q.ready() {
+		q.filled.Signal()
+	}
 	return true
+}
+
+// ready reports whether there is something that should be committed now.
+func (q *queue) ready() bool {
+	return len(q.changes) > 0 && (q.awaited > 0 || q.due || q.closed || len(q.changes) >= maxBatch)
+}
+
+func (q *queue) hurry() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.due = true
+	q.filled.Signal()
 }
 
 func (q *queue) close() {
@@ -103,15 +130,23 @@ func (q *queue) next() []*change {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for {
-		for len(q.changes) == 0 {
+		for !q.ready() {
 			if q.closed {
 				return nil
 			}
 			q.filled.Wait()
 		}
 		gathered := q.changes[:min(len(q.changes), maxBatch)]
+		q.due = false
+		if q.timer != nil {
+			q.timer.Stop()
+			q.timer = nil
+		}
 		batch := make([]*change, 0, len(gathered))
 		for _, c := range gathered {
+			if c.done != nil {
+				q.awaited--
+			}
 			if c.take() {
 				batch = append(batch, c)
 			}
@@ -119,6 +154,9 @@ func (q *queue) next() []*change {
 		rest := copy(q.changes, q.changes[len(gathered):])
 		clear(q.changes[rest:])
 		q.changes = q.changes[:rest]
+		if rest > 0 && q.awaited == 0 {
+			q.due = true // the rest has waited with those that were taken
+		}
 		if len(batch) > 0 {
 			return batch
 		}
