@@ -48,17 +48,12 @@ func TestMain(m *testing.M) {
 	build("-o", programs.guest, "../guest/cmd/berth-guest")
 	build("-o", programs.creator, "./testdata/creator")
 	build("-overlay", armFailpoints(bin), "-o", programs.crasher, "./testdata/creator")
-	code := m.Run()
-	// A broker that was killed while it probed the host leaves the probe's cgroup for the next one.
-	check(exec.Command(programs.creator, "info", filepath.Join(bin, "local"), "", programs.guest, "", "auto").Run())
-	check(os.RemoveAll(bin))
-	if code == 0 {
-		if err := goleak.Find(); err != nil {
-			fmt.Println(err)
-			code = 1
-		}
-	}
-	os.Exit(code)
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		// A broker that was killed while it probed the host leaves the probe's cgroup for the next one.
+		check(exec.Command(programs.creator, "info", filepath.Join(bin, "local"), "", programs.guest, "", "auto").Run())
+		check(os.RemoveAll(bin))
+		os.Exit(code)
+	}))
 }
 
 func check(err error) {
