@@ -56,7 +56,7 @@ func (s *Service) live(ctx context.Context, job *recordv1.JobRecord) (*recordv1.
 		return nil, err
 	}
 	if !status.GetDone() {
-		job.Stdout, job.Stderr = status.GetStdout(), status.GetStderr()
+		job.Stdout, job.Stderr = boundedFacts(status.GetStdout()), boundedFacts(status.GetStderr())
 		return job, nil
 	}
 	return s.bringHome(ctx, job.GetMachineId(), status)
@@ -223,10 +223,8 @@ func (s *Service) ReadOutput(ctx context.Context, namespace, id string, stream b
 
 // readLive asks the guest, which has all there is of a job until its receipt is home.
 func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64, wait time.Duration) (*Piece, error) {
-	if err := s.machineStopped(job); fault.Is(err, fault.WrongState) {
-		return s.readStopped(job, stream, offset, limit)
-	} else if err != nil {
-		return nil, err
+	if err := s.machineStopped(job); err != nil {
+		return s.readStopped(job, stream, offset, limit, err)
 	}
 	response, err := s.readInGuest(ctx, job.GetMachineId(), &guestv1.ReadRequest{
 		JobId: job.GetId(), Stream: stream, Offset: offset, MaxBytes: limit, Wait: durationpb.New(wait),
@@ -234,7 +232,7 @@ func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream 
 	if err != nil {
 		return nil, err
 	}
-	facts, data := response.GetFacts(), response.GetData()
+	facts, data := boundedFacts(response.GetFacts()), response.GetData()
 	if uint64(len(data)) > limit {
 		data = data[:limit]
 	}
@@ -249,10 +247,13 @@ func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream 
 	}, nil
 }
 
-// readStopped returns what came home of a job whose machine is stopped.
-func (s *Service) readStopped(job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64) (*Piece, error) {
+// readStopped returns what came home of a job whose machine is stopped, and then why there is no more.
+func (s *Service) readStopped(job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64, stopped error) (*Piece, error) {
 	facts := s.closedFacts(job.GetId(), stream, factsOf(job, stream))
 	facts.Sealed = false
+	if offset >= facts.GetTotalBytes() {
+		return nil, stopped
+	}
 	return s.readRanges(job, stream, facts, offset, limit)
 }
 

@@ -74,6 +74,7 @@ func (s *Service) Exec(ctx context.Context, call lifecycle.Call, sandboxID strin
 	if err != nil {
 		return err
 	}
+	defer s.setBeginning(job.GetId(), false)
 	err = s.relay(ctx, job, v, start, peer)
 	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrOtherGeneration) {
 		return fault.New(fault.Recovering, "the machine of sandbox %s was started again just now: nothing was begun, try again", sandboxID).Retry(time.Second)

@@ -80,6 +80,18 @@ func boundedOutcome(from *berthv1.Outcome) *berthv1.Outcome {
 	return outcome
 }
 
+// boundedFacts is what a guest says of a stream, as far as it can be true.
+func boundedFacts(from *berthv1.OutputFacts) *berthv1.OutputFacts {
+	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), EndAtExit: endAtExit(from), Sealed: from.GetSealed()}
+	for _, kept := range inOrder(firstTwo(from.GetKept())) {
+		if kept.GetFrom() < kept.GetTo() && kept.GetTo() <= facts.GetTotalBytes() {
+			facts.Kept = append(facts.Kept, kept)
+		}
+	}
+	facts.DroppedBytes = facts.GetTotalBytes() - length(facts.GetKept())
+	return facts
+}
+
 // boundedTime is a guest's time, unless it is beyond what a clock that is off can be.
 func boundedTime(from *timestamppb.Timestamp, now time.Time) *timestamppb.Timestamp {
 	if from == nil || !from.IsValid() || from.AsTime().After(now.Add(maxClockAheadOfUs)) {

@@ -143,6 +143,9 @@ func (s *Service) takeAll(ctx context.Context, machineID string, statuses []*gue
 
 // take brings the ledger up to what a guest says of one job.
 func (s *Service) take(ctx context.Context, machineID string, status *guestv1.Status) error {
+	if !status.GetDurable() && !status.GetDone() && s.isBeginning(status.GetJobId()) {
+		return nil // its caller is attached here, and gives it its record
+	}
 	job, err := s.adopt(ctx, machineID, status)
 	if err != nil || job == nil {
 		return err

@@ -91,6 +91,7 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 		return &Ran{Job: job}, nil
 	}
 	if err != nil {
+		s.setBeginning(job.GetId(), false) // if it runs all the same, the guest will name it
 		return nil, err
 	}
 	s.fill(job, response.GetStatus())
@@ -117,7 +118,12 @@ func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berth
 		MachineId: machine.GetId(), Generation: sandbox.GetGeneration(), BootId: machine.GetBootId(),
 	}
 	redact(job.GetSpec())
+	job.Spec.KeepOutput = proto.Bool(false)
+	s.setBeginning(job.GetId(), true) // until its record is written, nobody else makes one of it
 	command, err := s.command(sandbox, spec, &recordv1.JobSecrets{Env: spec.GetSecretEnv(), Stdin: spec.GetStdin().GetData()})
+	if err != nil {
+		s.setBeginning(job.GetId(), false)
+	}
 	return job, command, err
 }
 
@@ -127,7 +133,7 @@ func (s *Service) fill(job *recordv1.JobRecord, status *guestv1.Status) {
 	s.conclude(job, boundedOutcome(status.GetOutcome()))
 	job.StartTime, job.EndTime = boundedTime(status.GetStartTime(), now), boundedTime(status.GetEndTime(), now)
 	job.Shell, job.CpuNanos = boundedText(status.GetShell()), int64(status.GetCpuTime().AsDuration())
-	job.Stdout, job.Stderr = notKept(status.GetStdout()), notKept(status.GetStderr())
+	job.Stdout, job.Stderr = boundedFacts(status.GetStdout()), boundedFacts(status.GetStderr())
 }
 
 // notKept is a stream's facts in a receipt that keeps no output.
@@ -140,10 +146,16 @@ func notKept(facts *berthv1.OutputFacts) *berthv1.OutputFacts {
 // recordAttached writes an attached command's record behind its answer.
 func (s *Service) recordAttached(job *recordv1.JobRecord) {
 	record := proto.CloneOf(job)
+	record.Stdout, record.Stderr = notKept(job.GetStdout()), notKept(job.GetStderr())
 	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
+		defer s.setBeginning(record.GetId(), false)
 		known, err := tx.Job(record.GetId())
-		if err != nil || isDone(known) {
+		if err != nil {
 			return err
+		}
+		if isDone(known) { // from the guest's own word, which knows less of it
+			known.Spec, known.CreateTime = record.GetSpec(), record.GetCreateTime()
+			return tx.PutJob(known, "", "")
 		}
 		return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
 	})
@@ -153,6 +165,7 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 // became of it. A command that was to be kept is recorded as running, and followed.
 func (s *Service) callerLeft(job *recordv1.JobRecord, kill bool, grace time.Duration) {
 	s.spawn(func() {
+		defer s.setBeginning(job.GetId(), false)
 		err := s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
 			known, err := tx.Job(job.GetId())
 			if err != nil || known != nil {

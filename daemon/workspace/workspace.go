@@ -34,6 +34,7 @@ const (
 const (
 	exitNoGit    = 64
 	exitNotEmpty = 65
+	exitNoRef    = 66
 )
 
 // script clones into the working directory. It can be run again after a crash: what a first run left
@@ -52,26 +53,34 @@ git init -q .
 git remote add origin "$url"
 [ -z "$name" ] || git config user.name "$name"
 [ -z "$email" ] || git config user.email "$email"
-want=$ref
-if [ -z "$want" ]; then
-  want=$(git ls-remote --symref origin HEAD | sed -n 's,^ref: refs/heads/\([^	]*\)	HEAD$,\1,p')
-  [ -n "$want" ] || want=HEAD
-fi
 set --
 [ "$depth" = 0 ] || set -- --depth "$depth"
-if [ "$want" = HEAD ] && [ -z "$(git ls-remote origin)" ]; then
-  : # an empty repository: nothing to fetch
-elif git fetch -q "$@" --tags origin "+refs/heads/$want:refs/remotes/origin/$want" 2>/dev/null; then
+# One question to the remote first: if it cannot be reached, git says so once.
+head=$(git ls-remote --symref origin HEAD)
+has() { git ls-remote --exit-code origin "$1" >/dev/null 2>&1; }
+branch() {
+  git fetch -q "$@" origin "+refs/heads/$want:refs/remotes/origin/$want"
   git checkout -q -B "$want" --track "origin/$want"
-elif git fetch -q "$@" origin "+refs/tags/$want:refs/tags/$want" 2>/dev/null; then
+}
+want=${ref#refs/heads/}
+if [ -z "$ref" ]; then
+  want=$(printf '%s\n' "$head" | sed -n 's,^ref: refs/heads/\([^	]*\)	HEAD$,\1,p')
+  if [ -n "$want" ] && has "refs/heads/$want"; then branch "$@"
+  elif [ -n "$head" ] && has HEAD; then git fetch -q "$@" origin HEAD && git checkout -q --detach FETCH_HEAD
+  fi # else it is empty: there is nothing to fetch
+elif has "refs/heads/$want"; then
+  branch "$@"
+elif want=${ref#refs/tags/} && has "refs/tags/$want"; then
+  git fetch -q "$@" origin "+refs/tags/$want:refs/tags/$want"
   git checkout -q --detach "refs/tags/$want"
-elif git fetch -q "$@" origin "$want" 2>/dev/null; then
+elif git fetch -q "$@" origin "$ref" 2>/dev/null; then
   git checkout -q --detach FETCH_HEAD
 else
   git fetch -q --tags origin
-  git checkout -q --detach "$want"
+  git rev-parse -q --verify "$ref^{commit}" >/dev/null || exit 66
+  git checkout -q --detach "$ref^{commit}"
 fi
-if [ "$depth" = 0 ]; then git fetch -q --tags origin; fi
+if [ "$depth" = 0 ] && [ -n "$head" ]; then git fetch -q --tags origin; fi
 printf '%s' "$url $ref" > "$mark"
 rm -f .berth-cloning
 `
@@ -146,7 +155,7 @@ func interrupted(response *guestv1.RunResponse) bool {
 
 func verdict(repo *berthv1.Repo, response *guestv1.RunResponse) error {
 	outcome := response.GetStatus().GetOutcome()
-	words := strings.TrimSpace(strings.ToValidUTF8(string(response.GetStdout().GetHead())+string(response.GetStdout().GetTail()), "\uFFFD"))
+	words := oneLine(response.GetStdout())
 	switch {
 	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == 0:
 		return nil
@@ -156,12 +165,20 @@ func verdict(repo *berthv1.Repo, response *guestv1.RunResponse) error {
 		return fault.New(fault.ToolMissing, "spec.workspace.repo: the machine has no /bin/sh to run git with: %s", outcome.GetReason()).With("tool", "sh")
 	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == exitNotEmpty:
 		return fault.New(fault.WorkspaceFailed, "clone %s: the workspace is not empty", repo.GetUrl())
+	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED && outcome.GetExitCode() == exitNoRef:
+		return fault.New(fault.WorkspaceFailed, "spec.workspace.repo.ref: %s has no branch, tag or commit %q", repo.GetUrl(), repo.GetRef())
 	case outcome.GetCause() == berthv1.Cause_CAUSE_EXITED, outcome.GetCause() == berthv1.Cause_CAUSE_TIMED_OUT:
 		return fault.New(fault.WorkspaceFailed, "clone %s%s: git failed (%s, exit %d): %s: check the URL and the ref, and that the machine can reach it",
 			repo.GetUrl(), atRef(repo), strings.ToLower(outcome.GetCause().String()[len("CAUSE_"):]), outcome.GetExitCode(), words)
 	default: // killed or lost: it says nothing about the repository
 		return fmt.Errorf("clone %s: the clone was interrupted: %s %s", repo.GetUrl(), outcome.GetCause(), outcome.GetReason())
 	}
+}
+
+// oneLine is what git said, as one line.
+func oneLine(output *guestv1.Output) string {
+	text := strings.ToValidUTF8(string(output.GetHead())+string(output.GetTail()), "\uFFFD")
+	return strings.TrimRight(strings.Join(strings.Fields(text), " "), ". ")
 }
 
 func atRef(repo *berthv1.Repo) string {

@@ -1,10 +1,7 @@
 package main
 
 import (
-	"bytes"
-	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -107,13 +104,28 @@ func readConfig(path string, c *config) error {
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}
-	decoder := yaml.NewDecoder(bytes.NewReader(data))
-	decoder.KnownFields(true)
-	if err := decoder.Decode(c); err != nil && !errors.Is(err, io.EOF) {
-		// The library's errors are several lines, and this daemon's are one.
-		return fmt.Errorf("--config %s: %s", path, strings.Join(strings.Fields(err.Error()), " "))
+	var names map[string]yaml.Node
+	if err := yaml.Unmarshal(data, &names); err != nil {
+		return fmt.Errorf("--config %s: %s", path, oneLine(err))
+	}
+	for name, node := range names {
+		if !slices.Contains(configNames, name) {
+			return fmt.Errorf("--config %s, line %d: no setting is called %q (there are %s)", path, node.Line, name, strings.Join(configNames, ", "))
+		}
+	}
+	if err := yaml.Unmarshal(data, c); err != nil {
+		return fmt.Errorf("--config %s: %s (durations are written as in 12h)", path, oneLine(err))
 	}
 	return nil
+}
+
+// configNames are the settings of a file: the flags' own names.
+var configNames = []string{"state", "run", "listen", "provider", "guest", "log-format", "log-level", "retention"}
+
+// oneLine is the library's error, which is several lines, as this daemon's, which is one.
+func oneLine(err error) string {
+	text := strings.Join(strings.Fields(err.Error()), " ")
+	return strings.TrimPrefix(text, "yaml: unmarshal errors: ")
 }
 
 // override lets the flags that were given win over the file.

@@ -39,7 +39,12 @@ It prints one line when it is ready. SIGTERM drains and stops it; machines and j
 		Example: `  berthd
   berthd --state ./state --listen unix:///tmp/b.sock --provider local
   berthd --config /etc/berth/berthd.yaml`,
-		Args:          cobra.NoArgs,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return fmt.Errorf("it takes flags only, and got %q (see berthd --help)", args[0])
+			}
+			return nil
+		},
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       buildVersion(),
@@ -52,6 +57,7 @@ It prints one line when it is ready. SIGTERM drains and stops it; machines and j
 		},
 	}
 	cmd.SetVersionTemplate("berthd {{.Version}}\n")
+	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return fmt.Errorf("%w (see berthd --help)", err) })
 	bind(cmd, &flags)
 	return cmd
 }

@@ -99,6 +99,9 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 	if err := os.MkdirAll(sockets, 0o700); err != nil {
 		return fmt.Errorf("--run: the directory for sockets %s cannot be made: %w", sockets, err)
 	}
+	if err := onlyOurs(d.config.Run); err != nil {
+		return fmt.Errorf("--run: %w", err)
+	}
 	defer func() { _ = os.Remove(sockets) }() // goes when no machine has a socket in it
 	listeners, err := listen(ctx, d.config.Listen)
 	if err != nil {

@@ -20,6 +20,23 @@ import (
 // probeTimeout bounds the look at who listens on a socket that is there already.
 const probeTimeout = time.Second
 
+// onlyOurs refuses a directory in which another user could put a socket of its own in a machine's
+// place.
+func onlyOurs(dir string) error {
+	info, err := os.Stat(dir)
+	if err != nil {
+		return err
+	}
+	status, ok := info.Sys().(*syscall.Stat_t)
+	switch {
+	case ok && int(status.Uid) != os.Geteuid():
+		return fmt.Errorf("the directory for sockets %s belongs to another user (uid %d): choose another", dir, status.Uid)
+	case info.Mode().Perm()&0o022 != 0:
+		return fmt.Errorf("others may write to the directory for sockets %s: chmod go-w it, or choose another", dir)
+	}
+	return nil
+}
+
 // listeners are the addresses that are served.
 type listeners struct {
 	addresses []string
