@@ -41,6 +41,17 @@ const (
 	answerSlack = 30 * time.Second
 	// readBytes is asked for in one read of output: the most that the API gives.
 	readBytes = 1 << 20
+	// inputWindowBytes is how far an attached command's standard input is read ahead of what its machine
+	// has taken: what has to be sent again after the connection broke.
+	inputWindowBytes = 1 << 20
+	// inputPieceBytes is sent in one message of input: large enough to be cheap, small enough that a
+	// terminal's new size does not wait behind it.
+	inputPieceBytes = 64 << 10
+	// thanksWait is how long the end of an attached command waits for the broker to see that it was
+	// received; a broker that answers does at once, and one that does not only keeps the end longer.
+	thanksWait = 250 * time.Millisecond
+	// maxSignal is the highest signal's number.
+	maxSignal = 64
 	// maxMessageBytes bounds one reply: the payload is at most 1 MiB, twice that with its text form.
 	maxMessageBytes = 16 << 20
 )

@@ -45,6 +45,9 @@ type broker struct {
 	dropped [2]uint64 // [from, to) of output is gone
 	changed chan struct{}
 	entered chan struct{} // a token for every call that has begun
+
+	commands []*command                      // what runs in the machine, which no kill of the broker ends
+	listen   func(net.Listener) net.Listener // nil: connections hold
 }
 
 func newBroker(t *testing.T) *broker {
@@ -72,6 +75,9 @@ func (b *broker) start() {
 	listener, err := net.Listen("unix", b.socket)
 	if err != nil {
 		b.t.Fatal(err)
+	}
+	if b.listen != nil {
+		listener = b.listen(listener)
 	}
 	b.server = grpc.NewServer()
 	berthv1.RegisterSandboxServiceServer(b.server, b)
@@ -280,36 +286,42 @@ func TestAMutatingCallGetsARequestIDAndKeepsItOverRetries(t *testing.T) {
 }
 
 func TestWhichCallsAreRepeated(t *testing.T) {
+	unreachable := failure(codes.Unavailable, "GUEST_UNREACHABLE", nil, &errdetails.RetryInfo{RetryDelay: durationpb.New(time.Millisecond)})
 	for _, test := range []struct {
-		name  string
-		call  func(context.Context, *client.Client) error
-		tries int
-		first string // the request_id of the first try; "*" is any
+		name    string
+		refusal error
+		call    func(context.Context, *client.Client) error
+		tries   int
+		first   string // the request_id of the first try; "*" is any
 	}{
-		{"a read is", func(ctx context.Context, c *client.Client) error {
+		{"a read is", recovering(time.Millisecond), func(ctx context.Context, c *client.Client) error {
 			_, err := c.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 			return err
 		}, 2, ""},
-		{"a destroy is", func(ctx context.Context, c *client.Client) error {
+		{"a destroy is", unreachable, func(ctx context.Context, c *client.Client) error {
 			_, err := c.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: "sb_1"})
 			return err
 		}, 2, "*"},
-		{"a create with the caller's own request_id is, with that id", func(ctx context.Context, c *client.Client) error {
+		{"a create with the caller's own request_id is, with that id", unreachable, func(ctx context.Context, c *client.Client) error {
 			_, err := c.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{RequestId: "mine"})
 			return err
 		}, 2, "mine"},
-		{"a command without a request_id is not, and gets none", func(ctx context.Context, c *client.Client) error {
+		{"a command without a request_id is not, and gets none", unreachable, func(ctx context.Context, c *client.Client) error {
 			_, err := c.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{SandboxId: "sb_1"})
 			return err
 		}, 1, ""},
-		{"a command with a request_id is", func(ctx context.Context, c *client.Client) error {
+		{"a command without a request_id is where nothing was done", recovering(time.Millisecond), func(ctx context.Context, c *client.Client) error {
+			_, err := c.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{SandboxId: "sb_1"})
+			return err
+		}, 2, ""},
+		{"a command with a request_id is", unreachable, func(ctx context.Context, c *client.Client) error {
 			_, err := c.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{SandboxId: "sb_1", RequestId: "mine"})
 			return err
 		}, 2, "mine"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b := newBroker(t)
-			b.refuse = []error{recovering(time.Millisecond)}
+			b.refuse = []error{test.refusal}
 			err := test.call(testContext(t), b.dial())
 			if failed := err != nil; failed != (test.tries == 1) {
 				t.Errorf("error %v after %d tries", err, test.tries)

@@ -3,11 +3,13 @@ package client
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strconv"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -36,8 +38,8 @@ type OutputSink interface {
 }
 
 // FollowOutput reads one stream of a job from an offset on and returns the offset after the last
-// byte or gap that sink was told of, also beside an error, so that a caller can go on from there. It
-// outlasts restarts of the broker as WaitJob does. Errors: JOB_NOT_FOUND, what sink returned,
+// byte or gap that sink was told of, also beside an error, so that a caller can go on from there. Bytes
+// come as the command writes them. It outlasts restarts of the broker as WaitJob does. Errors: JOB_NOT_FOUND, what sink returned,
 // *UnreachableError, *UnknownOutcomeError (a stopped machine; not with SoFar), ctx's end.
 func (c *Client) FollowOutput(ctx context.Context, jobID string, stream berthv1.Stream, offset uint64, extent Extent, sink OutputSink) (uint64, error) {
 	f := &follower{client: c, jobID: jobID, stream: stream, extent: extent, sink: sink, offset: offset, gapFrom: offset}
@@ -90,47 +92,119 @@ type follower struct {
 	sink    OutputSink
 	offset  uint64 // read on here
 	gapFrom uint64 // the sink was told of everything before; a gap up to offset is not told yet
+	asking  bool   // by ReadJobOutput: all there is to ask for is what is there now, or nobody streams
 }
 
 func (f *follower) run(ctx context.Context) error {
+	f.asking = f.extent == SoFar
 	for idle := 0; ; idle++ {
-		begun := time.Now()
-		reply, err := f.read(ctx)
-		if to, dropped := f.droppedUntil(err); dropped {
+		begun, from := time.Now(), f.offset
+		var over bool
+		var err error
+		if f.asking {
+			over, err = f.ask(ctx)
+		} else {
+			over, err = f.listen(ctx)
+		}
+		var sink *sinkError
+		switch to, dropped := f.droppedUntil(err); {
+		case dropped:
 			f.offset, idle = to, -1
 			continue
-		}
-		switch {
+		case errors.As(err, &sink):
+			return sink.cause
 		case err != nil && (f.extent == SoFar || !f.client.keepWaiting(ctx, err)):
 			return f.client.silent(ctx, err)
-		case err != nil:
-		case len(reply.GetData()) > 0:
-			if err := f.take(reply); err != nil {
-				return err
-			}
-			if f.reachedEnd(reply) {
-				return nil
-			}
-			idle = -1
+		case over:
+			return nil
+		case err == nil && (f.offset > from || time.Since(begun) >= time.Second):
+			idle = -1 // it gave something, or waited as asked: go on at once
 			continue
-		default:
-			f.offset = max(f.offset, reply.GetNextOffset())
-			if f.reachedEnd(reply) || f.extent == SoFar {
-				return nil
-			}
-			over, err := f.jobIsOver(ctx)
-			if over || err != nil {
-				return err
-			}
-			if time.Since(begun) >= time.Second {
-				idle = -1 // it waited as asked: ask again at once
-				continue
-			}
+		case f.offset > from:
+			idle = 0
 		}
-		if !pause(ctx, backoffFor(idle, nil)) {
+		if !pause(ctx, backoffFor(idle, err)) {
 			return endedWhile(ctx, "reading the output of job "+f.jobID)
 		}
 	}
+}
+
+// sinkError is what the sink returned, which ends the read.
+type sinkError struct{ cause error }
+
+func (e *sinkError) Error() string { return e.cause.Error() }
+
+// listen takes the output as the broker sends it, and says whether it is over.
+func (f *follower) listen(ctx context.Context) (bool, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := f.client.Jobs().FollowJob(ctx, &berthv1.FollowJobRequest{
+		JobId: f.jobID, StdoutOffset: f.offset, StderrOffset: f.offset,
+		Streams: []berthv1.Stream{f.stream}, UntilSealed: f.extent == UntilSealed,
+	})
+	for err == nil {
+		var reply *berthv1.FollowJobResponse
+		if reply, err = stream.Recv(); err != nil {
+			break
+		}
+		switch message := reply.GetMessage().(type) {
+		case *berthv1.FollowJobResponse_Chunk:
+			if message.Chunk.GetOffset()+uint64(len(message.Chunk.GetData())) > f.offset {
+				err = f.take(message.Chunk.GetOffset(), message.Chunk.GetData())
+			}
+		case *berthv1.FollowJobResponse_Gap:
+			f.offset = max(f.offset, message.Gap.GetRange().GetTo())
+		case *berthv1.FollowJobResponse_Done:
+			// Where the broker sent less than there is, asking gets the rest, or says why not.
+			f.asking = !f.hasAll(message.Done)
+			return !f.asking, nil
+		}
+	}
+	switch {
+	case errors.Is(err, io.EOF):
+		return f.jobIsOver(ctx)
+	case Code(err) == codes.Unimplemented:
+		f.asking = true
+		return false, nil
+	case mayBeStopped(err):
+		if unknown := f.client.unknownOutcome(ctx, f.jobID); unknown != nil {
+			return false, unknown
+		}
+	}
+	return false, err
+}
+
+// hasAll says whether everything of a job that is done was read, as far as it goes.
+func (f *follower) hasAll(job *berthv1.Job) bool {
+	facts := factsOf(job, f.stream)
+	if f.extent == UntilSealed {
+		return f.offset >= facts.GetTotalBytes()
+	}
+	return f.offset >= facts.GetEndAtExit()
+}
+
+func factsOf(job *berthv1.Job, stream berthv1.Stream) *berthv1.OutputFacts {
+	if stream == berthv1.Stream_STREAM_STDERR {
+		return job.GetStderr()
+	}
+	return job.GetStdout()
+}
+
+// ask reads one piece and says whether it was the last.
+func (f *follower) ask(ctx context.Context) (bool, error) {
+	reply, err := f.read(ctx)
+	switch {
+	case err != nil:
+		return false, err
+	case len(reply.GetData()) > 0:
+		err := f.take(reply.GetOffset(), reply.GetData())
+		return f.reachedEnd(reply), err
+	}
+	f.offset = max(f.offset, reply.GetNextOffset())
+	if f.reachedEnd(reply) || f.extent == SoFar {
+		return true, nil
+	}
+	return f.jobIsOver(ctx)
 }
 
 func (f *follower) read(ctx context.Context) (*berthv1.ReadJobOutputResponse, error) {
@@ -152,9 +226,8 @@ func (f *follower) droppedUntil(err error) (uint64, bool) {
 	return to, parseErr == nil && to > f.offset
 }
 
-// take hands the sink what a reply holds, skipping bytes that it was told of already.
-func (f *follower) take(reply *berthv1.ReadJobOutputResponse) error {
-	from, data := reply.GetOffset(), reply.GetData()
+// take hands the sink a piece, skipping bytes that it was told of already.
+func (f *follower) take(from uint64, data []byte) error {
 	if from < f.offset {
 		known := min(f.offset-from, uint64(len(data)))
 		from, data = from+known, data[known:]
@@ -164,10 +237,10 @@ func (f *follower) take(reply *berthv1.ReadJobOutputResponse) error {
 	}
 	f.offset = from
 	if err := f.flushGap(); err != nil {
-		return err
+		return &sinkError{cause: err}
 	}
 	if err := f.sink.Data(from, data); err != nil {
-		return err
+		return &sinkError{cause: err}
 	}
 	f.offset += uint64(len(data))
 	f.gapFrom = f.offset
@@ -205,10 +278,7 @@ func (f *follower) jobIsOver(ctx context.Context) (bool, error) {
 		return false, err
 	}
 	job := reply.GetJob()
-	facts := job.GetStdout()
-	if f.stream == berthv1.Stream_STREAM_STDERR {
-		facts = job.GetStderr()
-	}
+	facts := factsOf(job, f.stream)
 	switch job.GetState() {
 	case berthv1.JobState_JOB_STATE_UNKNOWN:
 		return false, &UnknownOutcomeError{Job: job}

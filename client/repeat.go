@@ -22,20 +22,25 @@ import (
 func NewRequestID() string { return "rq_" + ulid.Make().String() }
 
 // repeat is the unary interceptor: it gives mutating calls a request_id and repeats repeatable ones
-// while the broker is away or not ready. A call that can't be repeated is sent once, as soon as there
-// is a connection.
+// while the broker is away or not ready. A call that can't be repeated is sent as soon as there is a
+// connection, and again only where the broker says that nothing was done.
 func (c *Client) repeat(ctx context.Context, method string, request, reply any, conn *grpc.ClientConn,
 	invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
 ) error {
 	request = withRequestID(request)
+	try := func() error { return c.explain(invoke(ctx, method, request, reply, conn, opts...)) }
+	again := worthRepeating
 	if !repeatable(request) {
-		c.connect(ctx, conn)
-		return c.explain(invoke(ctx, method, request, reply, conn, opts...))
+		try = func() error {
+			c.connect(ctx, conn)
+			return c.explain(invoke(ctx, method, request, reply, conn, opts...))
+		}
+		again = nothingDone
 	}
 	var outage time.Time // when the first try failed
 	for attempt := 0; ; attempt++ {
-		err := c.explain(invoke(ctx, method, request, reply, conn, opts...))
-		if err == nil || !worthRepeating(ctx, err) {
+		err := try()
+		if err == nil || !again(ctx, err) {
 			return err
 		}
 		if outage.IsZero() {
@@ -176,6 +181,11 @@ func worthRepeating(ctx context.Context, err error) bool {
 	}
 	code := status.Code(err)
 	return code == codes.Unavailable || code == codes.Canceled
+}
+
+// nothingDone says whether another try can help a call that must not be done twice.
+func nothingDone(ctx context.Context, err error) bool {
+	return ctx.Err() == nil && Is(err, berthv1.Reason_REASON_RECOVERING)
 }
 
 // backoffFor is how long to wait before the next try: what the broker asks for, else doubling, and

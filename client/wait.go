@@ -55,3 +55,18 @@ func (c *Client) pollJob(ctx context.Context, jobID string) (*berthv1.Job, error
 	reply, err := c.Jobs().PollJob(ctx, &berthv1.PollJobRequest{JobId: jobID, Wait: durationpb.New(pollWait)})
 	return reply.GetJob(), err
 }
+
+// mayBeStopped reports whether an error about a job may mean that its machine is stopped: the broker
+// says something else than to come back soon.
+func mayBeStopped(err error) bool {
+	return Info(err) != nil && !Is(err, berthv1.Reason_REASON_RECOVERING) && !Is(err, berthv1.Reason_REASON_STOPPING)
+}
+
+// unknownOutcome asks whether a job's machine is stopped; nil when it is not, or nobody knows.
+func (c *Client) unknownOutcome(ctx context.Context, jobID string) error {
+	reply, err := c.Jobs().PollJob(ctx, &berthv1.PollJobRequest{JobId: jobID})
+	if err != nil || reply.GetJob().GetState() != berthv1.JobState_JOB_STATE_UNKNOWN {
+		return nil
+	}
+	return &UnknownOutcomeError{Job: reply.GetJob()}
+}

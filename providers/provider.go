@@ -55,6 +55,9 @@ type MachineSpec struct {
 	Egress     Egress
 	Options    map[string]string // those of Info.Options
 	ListenDir  string            // a short directory for the machine's sockets, shared with the machine where it can be; the provider makes and removes it
+	// FromSnapshot is a Snapshotter's snapshot to make the machine from, in the place of Image; empty:
+	// none. One that is not there is ErrNoImage.
+	FromSnapshot string
 }
 
 // Resources are limits; zero is the provider's default.
@@ -205,8 +208,29 @@ func (e *UnavailableError) Error() string { return "the provider is unavailable:
 // Unwrap returns the cause.
 func (e *UnavailableError) Unwrap() error { return e.Cause }
 
-// Suspender freezes machines; it goes with CapSuspend. Both calls are idempotent.
+// Suspender freezes machines; it goes with CapSuspend. Both calls are idempotent. Where a machine's
+// options ask for it, suspending may mean stopping: Inspect then says MachineStopped, Resume refuses
+// with ErrRefused, and Create boots the machine on its disk, in a new generation.
 type Suspender interface {
 	Suspend(ctx context.Context, machine Machine) error
 	Resume(ctx context.Context, machine Machine) error
+}
+
+// EgressCutter cuts machines off from the network; it goes with CapEgressNone. A machine whose egress
+// is EgressNone is created with the network that its setup needs (a clone), and is cut off before it
+// is anybody else's.
+type EgressCutter interface {
+	// CutEgress takes every network from a running machine, for good: a machine that was cut off stays
+	// so when it is booted again. Idempotent. When it fails, the machine must not be used.
+	CutEgress(ctx context.Context, machine Machine) error
+}
+
+// Snapshotter copies machines' file systems; it goes with CapSnapshot. Both calls are idempotent. A
+// snapshot holds neither the machine's token nor its spool, and outlives its machine.
+type Snapshotter interface {
+	// Snapshot makes a snapshot under an id that the broker chose, snap_… or the like, letters, digits,
+	// _ and -. One that is there already is success.
+	Snapshot(ctx context.Context, machine Machine, snapshotID string) error
+	// RemoveSnapshot removes it. Absent is success. Machines that were made from it live on.
+	RemoveSnapshot(ctx context.Context, snapshotID string) error
 }

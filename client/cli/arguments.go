@@ -61,3 +61,23 @@ func commandAfterDash(script *string) cobra.PositionalArgs {
 		return nil
 	}
 }
+
+// onlyACommand wants a command after --, or a shell script.
+func onlyACommand(script *string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		scripted := cmd.Flags().Changed("shell")
+		switch {
+		case scripted && len(args) > 0:
+			return usagef("-c and a command: give one of them")
+		case scripted && *script == "":
+			return usagef("-c: the script is empty")
+		case scripted:
+			return nil
+		case len(args) == 0:
+			return usagef("it takes a command after --, or a shell script after -c")
+		case cmd.ArgsLenAtDash() != 0:
+			return usagef("put -- before the command: `%s -- CMD…`", cmd.CommandPath())
+		}
+		return nil
+	}
+}

@@ -60,7 +60,8 @@ type broker struct {
 	output    map[string][2][]byte // by job: stdout, stderr
 	last      proto.Message        // the newest mutating request
 	changed   chan struct{}
-	entered   chan string // a token for every call that waits
+	entered   chan string  // a token for every call that waits
+	live      *liveCommand // what Exec began last
 }
 
 func newBroker(t *testing.T) *broker {
@@ -350,7 +351,7 @@ func (b *broker) newJob(sandboxID string, spec *berthv1.JobSpec) *berthv1.Job {
 	}
 	job := &berthv1.Job{
 		Id: "job_01KBA2EEEE7Q5N3W8D4M1E0NEW", SandboxId: sandboxID, State: berthv1.JobState_JOB_STATE_DONE,
-		Spec: &berthv1.JobSpec{Argv: spec.GetArgv(), Shell: spec.GetShell(), Timeout: spec.GetTimeout()}, Outcome: outcomes[first],
+		Spec: &berthv1.JobSpec{Argv: spec.GetArgv(), Shell: spec.GetShell(), Timeout: spec.GetTimeout(), Tty: spec.GetTty()}, Outcome: outcomes[first],
 	}
 	if job.GetOutcome() == nil {
 		job.State = berthv1.JobState_JOB_STATE_RUNNING
@@ -386,6 +387,218 @@ func (b *broker) RunCommand(ctx context.Context, r *berthv1.RunCommandRequest) (
 	return reply, nil
 }
 
+// liveCommand is an attached command: it goes on when the broker is killed.
+type liveCommand struct {
+	job     *berthv1.Job
+	spec    *berthv1.JobSpec
+	stdout  []byte
+	taken   []byte
+	closed  bool
+	signals []uint32
+	sizes   []*berthv1.TerminalSize
+	grace   *durationpb.Duration // of the StopJob that it got
+}
+
+// Exec runs a command that is told by its first word: "cat" and "shell" live on their input, "hang"
+// ends by a signal or a stop only, "deaf" by a stop only, "stream" writes without end; the others are over at once.
+func (b *broker) Exec(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	offset := int(first.GetReattach().GetStdoutOffset())
+	if start := first.GetStart(); start != nil {
+		b.note(start)
+		if err := b.runnable(start.GetSandboxId()); err != nil {
+			return err
+		}
+		if start.GetSpec().GetShell() == "vanish" {
+			return status.Error(codes.Unavailable, "the process was killed")
+		}
+		b.change(func() { b.live = b.beginLive(start) })
+	} else if _, _, err := b.job(first.GetReattach().GetJobId()); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	started := &berthv1.ExecStarted{Job: b.live.job, InputOffset: uint64(len(b.live.taken))}
+	b.mu.Unlock()
+	if err := stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Started{Started: started}}); err != nil {
+		return err
+	}
+	if offset == 0 && first.GetStart() != nil {
+		if err := b.sendFixed(stream); err != nil {
+			return err
+		}
+	}
+	received := make(chan struct{})
+	go b.receiveLive(stream, received)
+	b.entered <- "exec"
+	acknowledged := 0
+	for {
+		b.mu.Lock()
+		live, changed := *b.live, b.changed
+		b.mu.Unlock()
+		if acknowledged < len(live.taken) {
+			acknowledged = len(live.taken)
+			if err := stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_InputAcknowledged{InputAcknowledged: uint64(acknowledged)}}); err != nil {
+				return err
+			}
+		}
+		if offset < len(live.stdout) {
+			chunk := &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDOUT, Offset: uint64(offset), Data: live.stdout[offset:]}
+			offset = len(live.stdout)
+			if err := stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Chunk{Chunk: chunk}}); err != nil {
+				return err
+			}
+			continue
+		}
+		if live.job.GetState() == berthv1.JobState_JOB_STATE_DONE || commandOf(live.spec) == "mystery" {
+			if err := stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Done{Done: live.job}}); err != nil {
+				return err
+			}
+			<-received
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-stream.Context().Done():
+			return stream.Context().Err()
+		case <-time.After(time.Millisecond):
+			if commandOf(live.spec) == "stream" {
+				b.change(func() { b.live.stdout = append(b.live.stdout, "line\n"...) })
+			}
+		}
+	}
+}
+
+func commandOf(spec *berthv1.JobSpec) string {
+	if len(spec.GetArgv()) > 0 {
+		return spec.GetArgv()[0]
+	}
+	first, _, _ := strings.Cut(spec.GetShell(), " ")
+	return first
+}
+
+func (b *broker) beginLive(start *berthv1.ExecStart) *liveCommand {
+	live := &liveCommand{job: b.newJob(start.GetSandboxId(), start.GetSpec()), spec: start.GetSpec(), taken: start.GetSpec().GetStdin().GetData()}
+	switch commandOf(live.spec) {
+	case "hang", "deaf":
+		live.stdout = []byte("ready\n")
+	case "cat", "shell":
+		if live.spec.GetStdin().GetOpen() {
+			live.job.State, live.job.Outcome = berthv1.JobState_JOB_STATE_RUNNING, nil
+		}
+	}
+	b.jobs = append(b.jobs, live.job)
+	return live
+}
+
+// sendFixed sends what a command's first word says, in the same stream's order.
+func (b *broker) sendFixed(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
+	out, err := "", ""
+	b.mu.Lock()
+	command := commandOf(b.live.spec)
+	b.mu.Unlock()
+	switch command {
+	case "true":
+		out, err = "out\n", "err\n"
+	case "bytes":
+		out, err = "a\x00\xff\xfeb\r\n\x1b[0m", "\xc3("
+	case "big":
+		out = "the head"
+	}
+	for _, piece := range []*berthv1.ExecResponse{
+		{Message: &berthv1.ExecResponse_Chunk{Chunk: &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDOUT, Data: []byte(out)}}},
+		{Message: &berthv1.ExecResponse_Chunk{Chunk: &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDERR, Data: []byte(err)}}},
+	} {
+		if len(piece.GetChunk().GetData()) == 0 {
+			continue
+		}
+		if err := stream.Send(piece); err != nil {
+			return err
+		}
+	}
+	if command != "big" {
+		return nil
+	}
+	gap := &berthv1.OutputGap{Stream: berthv1.Stream_STREAM_STDOUT, Range: &berthv1.ByteRange{From: 8, To: 1008}}
+	if err := stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Gap{Gap: gap}}); err != nil {
+		return err
+	}
+	tail := &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDOUT, Offset: 1008, Data: []byte("the tail\n")}
+	return stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Chunk{Chunk: tail}})
+}
+
+// receiveLive takes input and sizes until the caller is gone or has thanked.
+func (b *broker) receiveLive(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse], over chan<- struct{}) {
+	defer close(over)
+	for {
+		request, err := stream.Recv()
+		if err != nil {
+			return
+		}
+		b.change(func() {
+			switch message := request.GetMessage().(type) {
+			case *berthv1.ExecRequest_Resize:
+				b.live.sizes = append(b.live.sizes, message.Resize)
+			case *berthv1.ExecRequest_Input:
+				b.takeLive(message.Input)
+			}
+		})
+	}
+}
+
+// takeLive gives a command its input: cat says it again, and a shell does what it says.
+func (b *broker) takeLive(input *berthv1.ExecInput) {
+	live := b.live
+	if at := uint64(len(live.taken)); input.GetOffset() <= at && input.GetOffset()+uint64(len(input.GetData())) >= at {
+		fresh := input.GetData()[at-input.GetOffset():]
+		live.taken = append(live.taken, fresh...)
+		live.stdout = append(live.stdout, fresh...)
+	}
+	switch {
+	case commandOf(live.spec) == "shell" && strings.Contains(string(live.taken), "exit"):
+		b.endLive(exited(7))
+	case input.GetEof():
+		live.closed = true
+		b.endLive(exited(0))
+	}
+}
+
+func (b *broker) endLive(outcome *berthv1.Outcome) {
+	done := proto.Clone(b.live.job).(*berthv1.Job)
+	done.State, done.Outcome = berthv1.JobState_JOB_STATE_DONE, outcome
+	b.live.job = done
+	b.jobs = slices.DeleteFunc(b.jobs, func(job *berthv1.Job) bool { return job.GetId() == done.GetId() })
+	b.jobs = append(b.jobs, done)
+}
+
+func (b *broker) SignalJob(_ context.Context, r *berthv1.SignalJobRequest) (*berthv1.SignalJobResponse, error) {
+	job, _, err := b.job(r.GetJobId())
+	b.note(r)
+	b.change(func() {
+		if b.live == nil || b.live.job.GetId() != r.GetJobId() {
+			return
+		}
+		b.live.signals = append(b.live.signals, r.GetSignal())
+		if commandOf(b.live.spec) == "hang" {
+			b.endLive(&berthv1.Outcome{
+				Cause: berthv1.Cause_CAUSE_SIGNALED, ExitCode: proto.Int32(128 + int32(r.GetSignal())),
+				WaitStatus: &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Signal{Signal: r.GetSignal()}},
+			})
+		}
+	})
+	return &berthv1.SignalJobResponse{Job: job}, err
+}
+
+func (b *broker) WriteJobInput(_ context.Context, r *berthv1.WriteJobInputRequest) (*berthv1.WriteJobInputResponse, error) {
+	if _, _, err := b.job(r.GetJobId()); err != nil {
+		return nil, err
+	}
+	b.change(func() { b.takeLive(&berthv1.ExecInput{Offset: r.GetOffset(), Data: r.GetData(), Eof: r.GetEof()}) })
+	return &berthv1.WriteJobInputResponse{NextOffset: r.GetOffset() + uint64(len(r.GetData()))}, nil
+}
+
 func (b *broker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {
 	b.note(r)
 	if err := b.runnable(r.GetSandboxId()); err != nil {
@@ -397,6 +610,12 @@ func (b *broker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berth
 func (b *broker) StopJob(_ context.Context, r *berthv1.StopJobRequest) (*berthv1.StopJobResponse, error) {
 	b.note(r)
 	job, _, err := b.job(r.GetJobId())
+	b.change(func() {
+		if b.live != nil && b.live.job.GetId() == r.GetJobId() {
+			b.live.grace = r.GetGrace()
+			b.endLive(outcomes["killed"])
+		}
+	})
 	return &berthv1.StopJobResponse{Job: job}, err
 }
 

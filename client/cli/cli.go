@@ -12,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -26,7 +27,7 @@ const (
 	exitUsage   = 2   // the arguments are wrong
 	exitRunning = 3   // poll: not done yet
 	exitTimeout = 124 // the command's timeout passed
-	exitBroker  = 125 // exec, wait: the broker failed, so that the command's code is not known
+	exitBroker  = 125 // run, exec, attach, wait: the broker failed, so that the command's code is not known
 	exitSignal  = 128 // plus the signal's number
 )
 
@@ -41,8 +42,12 @@ type Process struct {
 	Stdout, Stderr io.Writer
 	// StdinTerminal, StdoutTerminal and StderrTerminal say which of them are terminals.
 	StdinTerminal, StdoutTerminal, StderrTerminal bool
+	// Terminal is the terminal that a person sits at, for its size and its keys; nil is none.
+	Terminal *os.File
+	// Resized delivers a signal whenever Terminal's size changed. It may be nil.
+	Resized <-chan os.Signal
 	// Interrupts delivers the signals that ask to end: the first cancels the call, the second calls
-	// Exit. It may be nil.
+	// Exit. An attached command gets the first, and is killed at the second. It may be nil.
 	Interrupts <-chan os.Signal
 	// Exit ends the process at once; needed with Interrupts.
 	Exit func(code int)
@@ -61,10 +66,9 @@ func Run(ctx context.Context, process Process) int {
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	release := watchInterrupts(process, cancel)
-	defer release()
-
 	p := &program{Process: process}
+	defer p.watchInterrupts(cancel)()
+	defer p.restoreTerminal()
 	root := p.rootCommand()
 	root.SetArgs(append([]string{}, process.Args...)) // not nil: nil would mean the process's own
 	root.SetIn(process.Stdin)
@@ -72,39 +76,6 @@ func Run(ctx context.Context, process Process) int {
 	root.SetErr(process.Stderr)
 	cmd, err := root.ExecuteContextC(ctx)
 	return p.exitCode(ctx, cmd, err)
-}
-
-// interruptError is why a context was cancelled by a signal.
-type interruptError struct{ signal syscall.Signal }
-
-func (e *interruptError) Error() string { return "interrupted" }
-
-// watchInterrupts cancels on the first signal and exits on the second; release ends the watch.
-func watchInterrupts(process Process, cancel context.CancelCauseFunc) (release func()) {
-	over, ended := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(ended)
-		for count := 0; ; count++ {
-			select {
-			case <-over:
-				return
-			case received := <-process.Interrupts:
-				number, ok := received.(syscall.Signal)
-				if !ok {
-					number = syscall.SIGINT
-				}
-				if count > 0 {
-					process.Exit(exitSignal + int(number))
-					return
-				}
-				cancel(&interruptError{signal: number})
-			}
-		}
-	}()
-	return func() {
-		close(over)
-		<-ended
-	}
 }
 
 // program is one run of the command line.
@@ -116,6 +87,10 @@ type program struct {
 	deadline  time.Duration
 	// afterwards says what becomes of the call in the broker when its caller leaves early.
 	afterwards string
+
+	raw      rawTerminal
+	takeLock sync.Mutex
+	take     func(syscall.Signal) // gets the signals that ask to end; nil: nobody took them
 }
 
 // The values of --output.
@@ -132,7 +107,7 @@ func (p *program) rootCommand() *cobra.Command {
 		Long: `berth talks to a running berthd: it creates sandboxes, runs commands and background jobs in them,
 and destroys them.
 
-An id may be shortened to any unique suffix of it. exec and wait exit with the command's own code;
+An id may be shortened to any unique suffix of it. run, exec and wait exit with the command's own code;
 124 is a timeout, 125 a failure of the broker, 128+n a signal.`,
 		Example: `  id=$(berth create --provider local)
   berth exec $id -- go test ./...
@@ -154,8 +129,8 @@ An id may be shortened to any unique suffix of it. exec and wait exit with the c
 
 	root.AddCommand(
 		p.createCommand(), p.lsCommand(), p.getCommand(), p.rmCommand(), p.resumeCommand(),
-		p.execCommand(), p.startCommand(), p.pollCommand(), p.waitCommand(), p.logsCommand(),
-		p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(), p.versionCommand(),
+		p.runCommand(), p.execCommand(), p.startCommand(), p.attachCommand(), p.pollCommand(), p.waitCommand(),
+		p.logsCommand(), p.inputCommand(), p.signalCommand(), p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(), p.versionCommand(),
 	)
 	return root
 }
@@ -204,10 +179,7 @@ func (p *program) call(failure int, do action) func(*cobra.Command, []string) er
 		if err != nil {
 			return &exitError{code: failure, err: err}
 		}
-		err = do(ctx, c, args)
-		if closeErr := c.Close(); err == nil {
-			err = closeErr
-		}
+		err = doAndClose(ctx, c, args, do)
 		var exit *exitError
 		if err == nil || errors.As(err, &exit) {
 			return err
@@ -218,6 +190,16 @@ func (p *program) call(failure int, do action) func(*cobra.Command, []string) er
 		}
 		return &exitError{code: failure, err: err}
 	}
+}
+
+// doAndClose closes the client on every way out, a panic too.
+func doAndClose(ctx context.Context, c *client.Client, args []string, do action) (err error) {
+	defer func() {
+		if closeErr := c.Close(); err == nil {
+			err = closeErr
+		}
+	}()
+	return do(ctx, c, args)
 }
 
 func (p *program) dial(opts ...client.Option) (*client.Client, error) {
@@ -263,6 +245,9 @@ func (p *program) exitCode(ctx context.Context, cmd *cobra.Command, err error) i
 	case !errors.As(err, &exit):
 		p.complain(what, fmt.Sprintf("%v (see `%s --help`)", err, cmd.CommandPath()))
 		return exitUsage
+	}
+	if isBrokenPipe(exit.err) {
+		return exitSignal + int(syscall.SIGPIPE) // who closed it knows
 	}
 	var interrupt *interruptError
 	if errors.As(context.Cause(ctx), &interrupt) {

@@ -51,6 +51,10 @@ type shell struct {
 	env        map[string]string
 	stdin      io.Reader
 	terminal   bool
+	pty        *os.File // the terminal that a person sits at
+	resized    chan os.Signal
+	stdoutTo   io.Writer     // nil: stdout
+	patience   time.Duration // with a broker that was reached and is away; zero: 10 s
 	interrupts chan os.Signal
 	exited     chan int
 	stdout     syncBuffer
@@ -66,8 +70,16 @@ func (s *shell) run(t *testing.T, args ...string) int {
 	if s.stdin == nil {
 		s.stdin = strings.NewReader("")
 	}
+	patience := 10 * time.Second
+	if s.patience > 0 {
+		patience = s.patience
+	}
+	var stdout io.Writer = &s.stdout
+	if s.stdoutTo != nil {
+		stdout = s.stdoutTo
+	}
 	return Run(ctx, Process{
-		Args: args,
+		Args: args, Terminal: s.pty, Resized: s.resized,
 		LookupEnv: func(key string) (string, bool) {
 			if key == client.AddressVariable {
 				return s.address, true
@@ -75,11 +87,11 @@ func (s *shell) run(t *testing.T, args ...string) int {
 			value, found := s.env[key]
 			return value, found
 		},
-		Stdin: s.stdin, Stdout: &s.stdout, Stderr: &s.stderr,
+		Stdin: s.stdin, Stdout: stdout, Stderr: &s.stderr,
 		StdoutTerminal: s.terminal, StderrTerminal: s.terminal, StdinTerminal: s.terminal,
 		Interrupts: s.interrupts, Exit: func(code int) { s.exited <- code },
 		Now: func() time.Time { return now }, Version: "v0.1.0-test",
-		ClientOptions: []client.Option{client.WithPatience(10*time.Second, 100*time.Millisecond)},
+		ClientOptions: []client.Option{client.WithPatience(patience, 100*time.Millisecond)},
 	})
 }
 
@@ -164,8 +176,10 @@ func TestGolden(t *testing.T) {
 		{name: "exec with much output", args: []string{"exec", sbLive, "--", "big"}},
 		{name: "exec with stdin", request: true, stdin: "hello", args: []string{"exec", "-i", sbLive, "--", "cat"}},
 		{name: "exec without -i leaves stdin alone", request: true, stdin: "hello", args: []string{"exec", sbLive, "--", "cat"}},
-		{name: "exec -t", args: []string{"exec", "-t", sbLive, "--", "sh"}},
-		{name: "exec -i in a terminal", terminal: true, args: []string{"exec", "-i", sbLive, "--", "sh"}},
+		{name: "exec -t without a terminal", request: true, env: map[string]string{"TERM": "vt100"}, args: []string{"exec", "-t", sbLive, "--", "true"}},
+		{name: "exec -t as json", args: []string{"exec", "-t", "-o", "json", sbLive, "--", "true"}},
+		{name: "exec -i in a terminal as json", terminal: true, args: []string{"exec", "-i", "-o", "json", sbLive, "--", "sh"}},
+		{name: "exec whose start is lost", args: []string{"exec", sbLive, "-c", "vanish"}},
 		{name: "exec in a stopped sandbox", args: []string{"exec", sbStopped, "--", "true"}},
 		{name: "exec in a missing sandbox", args: []string{"exec", sbMissing, "--", "true"}},
 		{name: "exec without a dash", args: []string{"exec", sbLive, "ls"}},
@@ -176,6 +190,7 @@ func TestGolden(t *testing.T) {
 		{name: "start", args: []string{"start", sbLive, "--", "forever"}, formats: formats},
 		{name: "start a script", request: true, args: []string{"start", sbLive, "-c", "make", "--timeout", "1h", "--request-id", "mine"}},
 		{name: "start what is not found", args: []string{"start", sbLive, "--", "nosuch"}},
+		{name: "start with its input open in a terminal", request: true, args: []string{"start", "-it", "--request-id", "mine", sbLive, "--", "forever"}},
 		{name: "start in a stopped sandbox", args: []string{"start", sbStopped, "--", "true"}},
 
 		{name: "poll a running job", args: []string{"poll", jobRuns, "--wait", "10ms"}, formats: formats},
@@ -195,12 +210,34 @@ func TestGolden(t *testing.T) {
 		{name: "logs of an unknown stream", args: []string{"logs", "--stream", "stdin", jobDone}},
 		{name: "logs with an offset in both streams", args: []string{"logs", "--offset", "9", jobDone}},
 
+		{name: "logs --until-sealed without -f", args: []string{"logs", "--until-sealed", jobDone}},
+		{name: "logs -f --until-sealed", args: []string{"logs", "-f", "--until-sealed", jobDone}},
+
+		{name: "run", request: true, args: []string{"run", "--", "fail"}},
+		{name: "run with flags of both", args: []string{"run", "--keep", "--image", "i", "-c", "true", "--timeout", "1m", "-e", "A=1"}},
+		{name: "run with --keep", args: []string{"run", "--keep", "--", "true"}},
+		{name: "run at an unknown provider", args: []string{"run", "--provider", "nowhere", "--", "true"}},
+		{name: "run with a pool and flags of exec", args: []string{"run", "--pool", "go", "-t", "--", "true"}},
+		{name: "run as json", args: []string{"run", "-o", "json", "--", "true"}},
+		{name: "run with a request id", args: []string{"run", "--request-id", "x", "--", "true"}},
+		{name: "run without a dash", args: []string{"run", "true"}},
+		{name: "run without a command", args: []string{"run"}},
+		{name: "run of a script and a command", args: []string{"run", "-c", "x", "--", "y"}},
+
+		{name: "signal", request: true, args: []string{"signal", jobRuns, "sigterm"}},
+		{name: "signal by number", request: true, args: []string{"signal", "9XW4", "34"}},
+		{name: "signal that is none", args: []string{"signal", jobRuns, "SIGNONE"}},
+		{name: "signal without a signal", args: []string{"signal", jobRuns}},
+		{name: "signal a missing job", args: []string{"signal", "job_01KBA1BBBB7Q5N3W8D4M1EZZZZ", "9"}},
+
 		{name: "stop", args: []string{"stop", "9XW4"}, formats: formats},
 		{name: "stop with a grace", request: true, args: []string{"stop", "--grace", "0s", "--request-id", "mine", jobRuns}},
 		{name: "stop several of which one is missing", args: []string{"stop", jobRuns, "nope"}},
 
 		{name: "jobs", args: []string{"jobs"}, formats: formats},
-		{name: "jobs --all of a sandbox", args: []string{"jobs", "7QK2", "--all"}, formats: formats},
+		{name: "jobs of a sandbox", args: []string{"jobs", "7QK2"}, formats: formats},
+		{name: "jobs --open", args: []string{"jobs", "--open"}, formats: formats},
+		{name: "jobs --open by state", args: []string{"jobs", "--open", "--state", "done"}},
 		{name: "jobs by state", args: []string{"jobs", "--state", "DONE", "-o", "id"}},
 
 		{name: "providers", args: []string{"providers"}, formats: formats},
@@ -237,11 +274,15 @@ func TestGolden(t *testing.T) {
 					}
 				}
 				fmt.Fprintf(&got, "-- stdout\n%s\n-- stderr\n%s", s.stdout.String(), s.stderr.String())
-				checkGolden(t, name, strings.ReplaceAll(got.String(), b.socket, "SOCKET"))
+				said := madeRequestID.ReplaceAllString(got.String(), "rq_MADE")
+				checkGolden(t, name, strings.ReplaceAll(said, b.socket, "SOCKET"))
 			})
 		}
 	}
 }
+
+// madeRequestID is a request_id that the client made.
+var madeRequestID = regexp.MustCompile(`rq_[0-9A-Z]{26}`)
 
 var notForFiles = regexp.MustCompile(`[^a-zA-Z0-9]+`)
 
@@ -299,16 +340,16 @@ func TestBytesOfLogsAreExactAndGapsAreTold(t *testing.T) {
 	}
 }
 
-func TestStdinIsTakenUpToOneMebibyte(t *testing.T) {
+func TestStdinIsPassedOnWhole(t *testing.T) {
 	b := newBroker(t)
 	s := b.shell()
-	s.stdin = bytes.NewReader(exactBytes()[:maxStdin])
-	if code := s.run(t, "exec", "-i", sbLive, "--", "cat"); code != 0 || s.stdout.String() != string(exactBytes()[:maxStdin]) {
+	s.stdin = bytes.NewReader(exactBytes())
+	if code := s.run(t, "exec", "-i", sbLive, "--", "cat"); code != 0 || s.stdout.String() != string(exactBytes()) {
 		t.Errorf("exit %d, %d bytes came back: %s", code, len(s.stdout.String()), s.stderr.String())
 	}
 	s = b.shell()
 	s.stdin = bytes.NewReader(exactBytes()[:maxStdin+1])
-	if code := s.run(t, "exec", "-i", sbLive, "--", "cat"); code != exitUsage || !strings.Contains(s.stderr.String(), "over 1 MiB") {
+	if code := s.run(t, "exec", "-i", "-o", "json", sbLive, "--", "cat"); code != exitUsage || !strings.Contains(s.stderr.String(), "over 1 MiB") {
 		t.Errorf("exit %d: %s", code, s.stderr.String())
 	}
 }
@@ -406,7 +447,7 @@ func TestTheFirstInterruptCancelsAndSaysWhatBecomesOfIt(t *testing.T) {
 			"a create", []string{"create", "--provider", "slow", "--request-id", "mine"}, os.Interrupt, 1, 130,
 			"berth: create: interrupted: the operation goes on in the broker: join it with the same command and --request-id mine, find it with `berth ls`, or destroy it with `berth rm sb_01KBA9ZZZZ7Q5N3W8D4M1E7NEW`\n",
 		},
-		{"a command", []string{"exec", sbLive, "--", "hang"}, os.Interrupt, 1, 130, "berth: exec: interrupted: the command is killed\n"},
+		{"a command as json", []string{"exec", "-o", "json", sbLive, "--", "hang"}, os.Interrupt, 1, 130, "berth: exec: interrupted: the command is killed\n"},
 		{
 			"a command with a request id", []string{"exec", "--request-id", "x", sbLive, "--", "hang"}, syscall.SIGTERM, 1, 143,
 			"berth: exec: interrupted: the command goes on, and the same --request-id joins it\n",
@@ -451,7 +492,7 @@ func TestTheSecondInterruptExitsAtOnce(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	s.run(t, "exec", "-i", sbLive, "--", "cat")
+	s.run(t, "exec", "-i", "-o", "json", sbLive, "--", "cat")
 	story.Wait()
 }
 

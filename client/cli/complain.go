@@ -20,7 +20,7 @@ func (p *program) complain(what, why string) {
 		what += ": "
 	}
 	// A failure to write to stderr has nowhere to be told.
-	_, _ = fmt.Fprintf(p.Stderr, "berth: %s%s\n", what, plainLines(why))
+	_, _ = fmt.Fprintf(p.Stderr, "berth: %s%s%s", what, plainLines(why), p.lineEnd())
 }
 
 // complainAbout writes what an error means and what to do about it.
@@ -37,7 +37,8 @@ func isDeadline(err error) bool {
 
 func isUnreachable(err error) bool {
 	var gone *client.UnreachableError
-	return errors.As(err, &gone) && !isDeadline(err)
+	var unknown *client.UnknownStartError
+	return errors.As(err, &gone) && !errors.As(err, &unknown) && !isDeadline(err)
 }
 
 // statusOf is the status that a call ended with, without what was wrapped around it.
@@ -51,6 +52,10 @@ func statusOf(err error) (*status.Status, bool) {
 
 // explain is why a call failed and, in parentheses, what to do.
 func (p *program) explain(err error) string {
+	if unknown := (*client.UnknownStartError)(nil); errors.As(err, &unknown) {
+		return fmt.Sprintf("it is not known whether the command began; if it did, it is killed within its disconnect grace: %s (see `berth jobs %s`)",
+			unknown.Cause, unknown.SandboxID)
+	}
 	if client.Info(err) != nil {
 		return withHint(brokerWords(err), hint(err))
 	}
@@ -87,7 +92,7 @@ func hint(err error) string {
 	case client.Is(err, berthv1.Reason_REASON_SANDBOX_NOT_FOUND):
 		return "see `berth ls --all`"
 	case client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND):
-		return "see `berth jobs --all`"
+		return "see `berth jobs`"
 	case client.Is(err, berthv1.Reason_REASON_PROVIDER_NOT_FOUND), client.Is(err, berthv1.Reason_REASON_CAPABILITY_MISSING):
 		return "see `berth providers`"
 	case client.Is(err, berthv1.Reason_REASON_SESSION_KEY_IN_USE) && metadata["sandbox_id"] != "":

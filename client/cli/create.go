@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -41,8 +42,7 @@ func (p *program) createCommand() *cobra.Command {
 		ValidArgsFunction: cobra.NoFileCompletions,
 	}
 	f.bind(cmd.Flags())
-	must(cmd.RegisterFlagCompletionFunc("egress", fixed("none", "open")))
-	must(cmd.RegisterFlagCompletionFunc("provider", p.completeProviders))
+	must(p.completeCreate(cmd))
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, _ []string) error {
 		request, err := f.request(p, cmd)
 		if err != nil {
@@ -51,6 +51,14 @@ func (p *program) createCommand() *cobra.Command {
 		return p.create(ctx, c, request)
 	})
 	return cmd
+}
+
+// completeCreate completes the flags of createFlags.
+func (p *program) completeCreate(cmd *cobra.Command) error {
+	return errors.Join(
+		cmd.RegisterFlagCompletionFunc("egress", fixed("none", "open")),
+		cmd.RegisterFlagCompletionFunc("provider", p.completeProviders),
+	)
 }
 
 func (f *createFlags) bind(flags *pflag.FlagSet) {
@@ -84,8 +92,10 @@ func (f *createFlags) request(p *program, cmd *cobra.Command) (*berthv1.CreateSa
 	}
 	if f.pool != "" {
 		var other string
+		describing := pflag.NewFlagSet("create", pflag.ContinueOnError)
+		new(createFlags).bind(describing)
 		cmd.Flags().Visit(func(flag *pflag.Flag) {
-			if flag.Name != "pool" && cmd.InheritedFlags().Lookup(flag.Name) == nil {
+			if flag.Name != "pool" && describing.Lookup(flag.Name) != nil {
 				other = flag.Name
 			}
 		})
@@ -152,31 +162,39 @@ func (f *createFlags) spec(p *program) (*berthv1.SandboxSpec, error) {
 	return spec, nil
 }
 
-// create makes the call, shows on a terminal how it fares, and prints the sandbox.
+// create makes the sandbox and prints it.
 func (p *program) create(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest) error {
-	watch := p.watchCreate(ctx, c, request)
-	reply, err := c.Sandboxes().CreateSandbox(ctx, request)
-	seen := watch.stop()
+	sandbox, seen, err := p.makeSandbox(ctx, c, request)
 	if err != nil {
 		if ctx.Err() != nil || isDeadline(err) {
-			p.afterwards = p.createGoesOn(ctx, c, request, seen)
+			if seen == "" {
+				seen = p.lookUpCreating(ctx, c, request)
+			}
+			p.afterwards = p.createGoesOn(request, seen)
 		}
 		return err
 	}
-	sandbox := reply.GetSandbox()
 	return p.show(sandbox, sandbox.GetId(), func() error { return p.printLine(sandbox.GetId()) })
 }
 
-// createGoesOn says what becomes of a create whose caller leaves. The id is looked up once more if it
-// is not known: without it the caller could not destroy what it began.
-func (p *program) createGoesOn(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest, id string) string {
-	if id == "" {
-		lookup, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-		defer cancel()
-		if sandbox := findCreating(lookup, c, request); sandbox != nil {
-			id = sandbox.GetId()
-		}
-	}
+// makeSandbox makes the call and shows on a terminal how it fares. Beside an error it returns the
+// sandbox's id if it was seen.
+func (p *program) makeSandbox(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest) (*berthv1.Sandbox, string, error) {
+	watch := p.watchCreate(ctx, c, request)
+	reply, err := c.Sandboxes().CreateSandbox(ctx, request)
+	return reply.GetSandbox(), watch.stop(), err
+}
+
+// lookUpCreating looks once more for the id of a sandbox whose caller leaves: without it the caller
+// could not destroy what it began. Empty when it is not found.
+func (p *program) lookUpCreating(ctx context.Context, c *client.Client, request *berthv1.CreateSandboxRequest) string {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	return findCreating(ctx, c, request).GetId()
+}
+
+// createGoesOn says what becomes of a create whose caller leaves.
+func (p *program) createGoesOn(request *berthv1.CreateSandboxRequest, id string) string {
 	if id == "" {
 		id = "ID"
 	}

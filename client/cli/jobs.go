@@ -201,21 +201,20 @@ it is left. On a finished job it kills what that left running. The ids of the st
 
 func (p *program) jobsCommand() *cobra.Command {
 	var (
-		all            bool
+		open           bool
 		labels, states []string
 	)
 	cmd := &cobra.Command{
 		Use:   "jobs [ID]",
 		Short: "List jobs, newest first, of one sandbox or of all",
-		Long:  "List jobs, newest first, of one sandbox or of all. Finished ones are shown with --all or by --state.",
 		Example: `  berth jobs
-  berth jobs 7QK2 --all
+  berth jobs 7QK2 --open
   berth jobs --state done -o json`,
 		Args:              atMostOne("one sandbox's id"),
 		ValidArgsFunction: p.completeLiveSandboxes(false),
 	}
 	flags := cmd.Flags()
-	flags.BoolVarP(&all, "all", "a", false, "finished ones too")
+	flags.BoolVar(&open, "open", false, "only those that are not done")
 	flags.StringArrayVar(&labels, "label", nil, "only with this label: k=v, or k for any value")
 	flags.StringSliceVar(&states, "state", nil, "only in these states, as running,done")
 	must(cmd.RegisterFlagCompletionFunc("state", fixed(stateNames(berthv1.JobState_name, jobStatePrefix)...)))
@@ -232,7 +231,10 @@ func (p *program) jobsCommand() *cobra.Command {
 		for _, number := range numbers {
 			request.States = append(request.States, berthv1.JobState(number))
 		}
-		if !all && len(request.States) == 0 {
+		if open && len(states) > 0 {
+			return usagef("--open and --state: give one of them")
+		}
+		if open {
 			request.States = openJobStates
 		}
 		if len(args) == 1 {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"strings"
 	"sync"
 
 	"github.com/spf13/cobra"
@@ -22,7 +21,8 @@ var streamNames = map[string]berthv1.Stream{
 
 func (p *program) logsCommand() *cobra.Command {
 	var (
-		follow bool
+		follow, untilSealed bool
+
 		stream string
 		offset uint64
 	)
@@ -40,6 +40,7 @@ With -o json every piece is an object with its stream, offset and bytes in base6
 	}
 	flags := cmd.Flags()
 	flags.BoolVarP(&follow, "follow", "f", false, "go on until the job is done")
+	flags.BoolVar(&untilSealed, "until-sealed", false, "with -f: go on after that until no child of the job's can write any more")
 	flags.StringVar(&stream, "stream", "", "only stdout or stderr (default both)")
 	flags.Uint64Var(&offset, "offset", 0, "begin at this byte; needs --stream")
 	must(cmd.RegisterFlagCompletionFunc("stream", fixed("stdout", "stderr")))
@@ -47,6 +48,9 @@ With -o json every piece is an object with its stream, offset and bytes in base6
 		streams, err := chosenStreams(stream, offset)
 		if err != nil {
 			return err
+		}
+		if untilSealed && !follow {
+			return usagef("--until-sealed goes with -f")
 		}
 		if p.output == outputID {
 			return usagef("-o id: output has no ids; use table for its bytes, or json")
@@ -58,6 +62,9 @@ With -o json every piece is an object with its stream, offset and bytes in base6
 		extent := client.SoFar
 		if follow {
 			extent, p.afterwards = client.UntilDone, "the job goes on"
+		}
+		if untilSealed {
+			extent = client.UntilSealed
 		}
 		if err := p.logs(ctx, c, id, streams, offset, extent); err != nil || !follow {
 			return err
@@ -139,7 +146,6 @@ func (s *logSink) Gap(from, to uint64) error {
 		gap := &berthv1.OutputGap{Stream: s.stream, Range: &berthv1.ByteRange{From: from, To: to}}
 		return writeJSON(s.program.Stdout, &berthv1.FollowJobResponse{Message: &berthv1.FollowJobResponse_Gap{Gap: gap}})
 	}
-	name := strings.ToLower(strings.TrimPrefix(s.stream.String(), "STREAM_"))
-	_, err := fmt.Fprintf(s.program.Stderr, "berth: logs: bytes %d to %d of %s were dropped (%d bytes over the job's output limit)\n", from, to, name, to-from)
+	_, err := fmt.Fprintf(s.program.Stderr, "berth: logs: %s\n", gapWords(s.stream, from, to))
 	return err
 }

@@ -29,7 +29,7 @@ type kind struct {
 
 var (
 	sandboxes = kind{name: "sandbox", plural: "sandboxes", prefix: "sb_", list: "berth ls --all"}
-	jobs      = kind{name: "job", plural: "jobs", prefix: "job_", list: "berth jobs --all"}
+	jobs      = kind{name: "job", plural: "jobs", prefix: "job_", list: "berth jobs"}
 )
 
 // candidate is a resource that a shortened id may mean.

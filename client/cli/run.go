@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -30,12 +29,17 @@ type jobFlags struct {
 }
 
 func (f *jobFlags) bind(flags *pflag.FlagSet) {
-	flags.StringVarP(&f.script, "shell", "c", "", "run this script with bash, or sh where there is no bash")
-	flags.StringVarP(&f.cwd, "cwd", "w", "", "working directory (default the workspace)")
-	flags.StringVarP(&f.user, "user", "u", "", "user name or uid, optionally with :group")
+	f.bindHow(flags)
 	flags.StringArrayVarP(&f.env, "env", "e", nil, "K=V, or K to pass on this environment's value")
 	flags.StringArrayVar(&f.secrets, "secret", nil, "like --env, but never shown again; K alone keeps the value out of this command line")
 	flags.StringArrayVar(&f.labels, "label", nil, "k=v, for finding it")
+}
+
+// bindHow binds what says nothing of a sandbox's too.
+func (f *jobFlags) bindHow(flags *pflag.FlagSet) {
+	flags.StringVarP(&f.script, "shell", "c", "", "run this script with bash, or sh where there is no bash")
+	flags.StringVarP(&f.cwd, "cwd", "w", "", "working directory (default the workspace)")
+	flags.StringVarP(&f.user, "user", "u", "", "user name or uid, optionally with :group")
 	flags.Var(&f.timeout, "timeout", "kill the command after this long; it then counts as exit code 124")
 	flags.Var(&f.killGrace, "kill-grace", "between TERM and KILL (default 5s)")
 	flags.Var(&f.outputLimit, "output-limit", "kept of each stream, as 1GiB (default 64MiB)")
@@ -71,19 +75,28 @@ func (f *jobFlags) spec(p *program, argv []string) (*berthv1.JobSpec, error) {
 	}, nil
 }
 
+// bind binds what an attached command gets of this process.
+func (w *streams) bind(flags *pflag.FlagSet) {
+	flags.BoolVarP(&w.interactive, "interactive", "i", false, "pass standard input on")
+	flags.BoolVarP(&w.terminal, "tty", "t", false, "run it in a terminal, of this one's size")
+}
+
 func (p *program) execCommand() *cobra.Command {
 	var (
-		f                     jobFlags
-		interactive, terminal bool
+		f    jobFlags
+		with streams
 	)
 	cmd := &cobra.Command{
 		Use:   "exec [flags] ID {-- CMD… | -c SCRIPT}",
-		Short: "Run a command, wait for it, and exit with its code",
-		Long: `Run a command in a sandbox, wait for it, print its output, and exit with its code: 124 after --timeout,
-128+n when a signal ended it, 125 when the broker failed. The output comes at the end, at most 512 KiB of each
-stream; for more, or for long work, use start and logs. Without --request-id the command is killed
-when this one is interrupted.`,
+		Short: "Run a command, attached to this terminal or pipe, and exit with its code",
+		Long: `Run a command in a sandbox with its output as it comes, and exit with its code: 124 after --timeout, 128+n when
+a signal ended it, 125 when the broker failed. It comes back by itself when the connection breaks or the broker
+is restarted, without a byte lost or twice. The first interrupt is the command's, the second kills it. With
+--request-id the command goes on without this one, and the same id joins it.
+
+With -o json or id it answers at the end, with at most 512 KiB of each stream.`,
 		Example: `  berth exec 7QK2 -- go test ./...
+  berth exec -it 7QK2 -- bash
   berth exec 7QK2 -c 'make 2>&1 | tail -20' --timeout 10m
   berth exec -i 7QK2 -- tar x < tree.tar`,
 		Args:                  commandAfterDash(&f.script),
@@ -91,42 +104,64 @@ when this one is interrupted.`,
 		ValidArgsFunction:     p.completeLiveSandboxes(false),
 	}
 	f.bind(cmd.Flags())
-	cmd.Flags().BoolVarP(&interactive, "interactive", "i", false, "pass standard input on, up to 1 MiB of a pipe or a file")
-	cmd.Flags().BoolVarP(&terminal, "tty", "t", false, "run it in a terminal")
+	with.bind(cmd.Flags())
 	cmd.RunE = p.call(exitBroker, func(ctx context.Context, c *client.Client, args []string) error {
-		if terminal {
-			return usagef("-t needs a daemon with Exec, which this version of berth does not use yet; run it without a terminal")
-		}
 		spec, err := f.spec(p, args[1:])
 		if err != nil {
 			return err
 		}
-		if interactive {
+		if p.output == outputTable {
+			id, err := sandboxID(ctx, c, args[0])
+			if err != nil {
+				return err
+			}
+			return p.execIn(ctx, c, id, spec, with)
+		}
+		if with.terminal {
+			return usagef("-t and -o %s: a terminal's output is shown as it comes; leave one of them out", p.output)
+		}
+		if with.interactive {
 			if spec.Stdin, err = p.readStdin(); err != nil {
 				return err
 			}
 		}
-		return p.exec(ctx, c, args[0], spec)
+		return p.execAtOnce(ctx, c, args[0], spec)
 	})
 	return cmd
+}
+
+// execIn runs an attached command in a sandbox.
+func (p *program) execIn(ctx context.Context, c *client.Client, id string, spec *berthv1.JobSpec, with streams) error {
+	if with.terminal {
+		spec.Tty = p.terminalSize()
+		p.describeTerminal(spec)
+	}
+	goesOn := ""
+	if p.requestID != "" {
+		goesOn = "the command goes on, and the same --request-id joins it"
+	}
+	return p.attached(ctx, c, with, goesOn, func(ctx context.Context, io client.ExecIO) (*berthv1.Job, error) {
+		return c.Exec(ctx, id, spec, io)
+	})
 }
 
 // readStdin takes standard input as a whole.
 func (p *program) readStdin() (*berthv1.Stdin, error) {
 	if p.StdinTerminal {
-		return nil, usagef("-i with a terminal needs a daemon with Exec, which this version of berth does not use yet; redirect a file or a pipe")
+		return nil, usagef("-i with a terminal and -o %s: redirect a file or a pipe, or leave -o out", p.output)
 	}
 	data, err := io.ReadAll(io.LimitReader(p.Stdin, maxStdin+1))
 	if err != nil {
 		return nil, fmt.Errorf("reading standard input: %w", err)
 	}
 	if len(data) > maxStdin {
-		return nil, usagef("-i: standard input is over 1 MiB, the most that a command can be given at once; put it into a file in the sandbox")
+		return nil, usagef("-i with -o %s: standard input is over 1 MiB, the most that a command can be given at once; leave -o out", p.output)
 	}
 	return &berthv1.Stdin{Source: &berthv1.Stdin_Data{Data: data}}, nil
 }
 
-func (p *program) exec(ctx context.Context, c *client.Client, given string, spec *berthv1.JobSpec) error {
+// execAtOnce runs a command and shows what the broker says of it at its end.
+func (p *program) execAtOnce(ctx context.Context, c *client.Client, given string, spec *berthv1.JobSpec) error {
 	id, err := sandboxID(ctx, c, given)
 	if err != nil {
 		return err
@@ -141,46 +176,24 @@ func (p *program) exec(ctx context.Context, c *client.Client, given string, spec
 	if err != nil {
 		return err
 	}
-	err = p.show(reply, reply.GetJob().GetId(), func() error {
-		if err := p.writeBounded(p.Stdout, "stdout", reply.GetStdout()); err != nil {
-			return err
-		}
-		return p.writeBounded(p.Stderr, "stderr", reply.GetStderr())
-	})
-	if err != nil {
+	if err := p.show(reply, reply.GetJob().GetId(), nil); err != nil {
 		return err
 	}
 	p.sayOutcome(reply.GetJob())
 	return p.exitAs(reply.GetJob())
 }
 
-// writeBounded writes a stream's head and tail, and says on stderr what lies between them.
-func (p *program) writeBounded(w io.Writer, name string, output *berthv1.BoundedOutput) error {
-	if _, err := w.Write(output.GetHead()); err != nil {
-		return fmt.Errorf("writing the command's %s: %w", name, err)
-	}
-	if omitted := output.GetOmittedBytes(); omitted > 0 {
-		line := fmt.Sprintf("… %d bytes of %s omitted; run detached with `berth start` and read `berth logs` for all\n", omitted, name)
-		if head := output.GetHead(); len(head) > 0 && !bytes.HasSuffix(head, []byte("\n")) {
-			line = "\n" + line
-		}
-		if _, err := io.WriteString(p.Stderr, line); err != nil {
-			return fmt.Errorf("writing to stderr: %w", err)
-		}
-	}
-	if _, err := w.Write(output.GetTail()); err != nil {
-		return fmt.Errorf("writing the command's %s: %w", name, err)
-	}
-	return nil
-}
-
 func (p *program) startCommand() *cobra.Command {
-	var f jobFlags
+	var (
+		f    jobFlags
+		with streams
+	)
 	cmd := &cobra.Command{
 		Use:   "start [flags] ID {-- CMD… | -c SCRIPT}",
 		Short: "Start a background job and print its id",
 		Long: `Start a background job in a sandbox and print its id. It answers once the job is on disk and runs; the job
-survives this command and restarts of the broker. Follow it with logs, poll, wait and stop.`,
+survives this command and restarts of the broker. Follow it with logs, attach, poll, wait and stop. With -i its
+input is open, for berth input and berth attach -i.`,
 		Example: `  berth start 7QK2 -- go test ./...
   job=$(berth start 7QK2 -c 'npm run build' --timeout 30m) && berth logs -f $job`,
 		Args:                  commandAfterDash(&f.script),
@@ -188,10 +201,19 @@ survives this command and restarts of the broker. Follow it with logs, poll, wai
 		ValidArgsFunction:     p.completeLiveSandboxes(false),
 	}
 	f.bind(cmd.Flags())
+	cmd.Flags().BoolVarP(&with.interactive, "interactive", "i", false, "keep its standard input open")
+	cmd.Flags().BoolVarP(&with.terminal, "tty", "t", false, "run it in a terminal, of this one's size")
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
 		spec, err := f.spec(p, args[1:])
 		if err != nil {
 			return err
+		}
+		if with.interactive {
+			spec.Stdin = &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}
+		}
+		if with.terminal {
+			spec.Tty = p.terminalSize()
+			p.describeTerminal(spec)
 		}
 		id, err := sandboxID(ctx, c, args[0])
 		if err != nil {

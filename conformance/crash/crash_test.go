@@ -40,6 +40,14 @@ var unreached = map[string]string{
 	"storeAfterMigrate":  "the ledger has one schema so far",
 	"storeBeforeRename":  "a copy is made before an upgrade and for a backup only",
 	"storeAfterRename":   "a copy is made before an upgrade and for a backup only",
+	"dockerBeforeCreate": "the story's machines are local",
+	"dockerAfterCreate":  "the story's machines are local",
+	"dockerAfterCopy":    "the story's machines are local",
+	"dockerBeforeStart":  "the story's machines are local",
+	"dockerAfterStart":   "the story's machines are local",
+	"dockerBeforeRemove": "the story's machines are local",
+	"dockerAfterRemove":  "the story's machines are local",
+	"dockerAfterVolume":  "the story's machines are local",
 }
 
 // onEveryCommit are hit again and again in one story, so they are visited at each of the first times.

@@ -189,6 +189,9 @@ func hasPrefixWord(name, word string) bool {
 // libraries are the modules that the product may import directly, with the reason for each. One that
 // is not worth a line here is not worth having.
 var libraries = map[string]string{
+	"github.com/containerd/errdefs":             "the classes of the Docker Engine's errors, as its client returns them",
+	"github.com/moby/moby/api":                  "the Docker Engine's types, which its client speaks in",
+	"github.com/moby/moby/client":               "Docker Engine: maintained, negotiates versions from 20.10 on",
 	"github.com/oklog/ulid/v2":                  "ids that sort by time",
 	"github.com/spf13/cobra":                    "the command line: help, completion and flags as people know them",
 	"github.com/spf13/pflag":                    "cobra's flags, where a command defines a kind of its own",

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -18,8 +19,11 @@ import (
 // Domain is the ErrorInfo domain of every error of this API.
 const Domain = "berth.v1"
 
-// maxDetail bounds an error's message and each metadata value, so that no detail passes 4 KiB.
-const maxDetail = 2 << 10
+// No detail passes 4 KiB, however long the words are that an error repeats.
+const (
+	maxMessage  = 2 << 10 // bytes of an error's message, and of a description
+	maxMetadata = 512     // bytes of a metadata value, and of a field's path
+)
 
 // code maps each kind to one gRPC code.
 var code = map[fault.Kind]codes.Code{
@@ -56,7 +60,7 @@ func toStatus(err error) *status.Status {
 func detailed(known *fault.Error, err error) *status.Status {
 	metadata := map[string]string{}
 	for key, value := range known.Metadata {
-		metadata[key] = cut(value)
+		metadata[key] = cutTo(value, maxMetadata)
 	}
 	details := []protoadapt.MessageV1{
 		protoadapt.MessageV1Of(&errdetails.ErrorInfo{Domain: Domain, Reason: string(known.Reason), Metadata: metadata}),
@@ -65,7 +69,7 @@ func detailed(known *fault.Error, err error) *status.Status {
 		bad := &errdetails.BadRequest{}
 		for _, field := range known.Fields {
 			bad.FieldViolations = append(bad.FieldViolations, &errdetails.BadRequest_FieldViolation{
-				Field: cut(field.Path), Description: cut(field.Description), Reason: string(known.Reason),
+				Field: cutTo(field.Path, maxMetadata), Description: cut(field.Description), Reason: string(known.Reason),
 			})
 		}
 		details = append(details, protoadapt.MessageV1Of(bad))
@@ -97,11 +101,15 @@ func subject(metadata map[string]string) string {
 	return ""
 }
 
-func cut(text string) string {
-	if len(text) > maxDetail {
-		return text[:maxDetail] + "…"
+func cut(text string) string { return cutTo(text, maxMessage) }
+
+// cutTo bounds a text, and makes it one that a proto string can hold: with any other, all details
+// would be lost.
+func cutTo(text string, most int) string {
+	if len(text) > most {
+		text = strings.ToValidUTF8(text[:most], "") + "…"
 	}
-	return text
+	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
 // logFailure logs the broker's own failures as such, and everybody else's quietly.

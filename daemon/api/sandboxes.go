@@ -87,6 +87,22 @@ func (s *sandboxes) ListSandboxes(_ context.Context, request *berthv1.ListSandbo
 	return response, nil
 }
 
+func (s *sandboxes) SuspendSandbox(ctx context.Context, request *berthv1.SuspendSandboxRequest) (*berthv1.SuspendSandboxResponse, error) {
+	call, err := s.call("berth.v1.SandboxService/SuspendSandbox", request)
+	if err != nil {
+		return nil, err
+	}
+	if err := required("sandbox_id", request.GetSandboxId()); err != nil {
+		return nil, err
+	}
+	sandbox, err := s.Sandboxes.Suspend(ctx, call, request.GetSandboxId())
+	if err != nil {
+		return nil, err
+	}
+	shown, err := s.show(sandbox)
+	return &berthv1.SuspendSandboxResponse{Sandbox: shown}, err
+}
+
 func (s *sandboxes) ResumeSandbox(ctx context.Context, request *berthv1.ResumeSandboxRequest) (*berthv1.ResumeSandboxResponse, error) {
 	call, err := s.call("berth.v1.SandboxService/ResumeSandbox", request)
 	if err != nil {

@@ -3,6 +3,7 @@ package guestlink
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
@@ -84,7 +85,7 @@ func unreachable(machineID string, cause error) error {
 
 func cut(text string) string {
 	if len(text) > maxGuestText {
-		return text[:maxGuestText] + "…"
+		text = strings.ToValidUTF8(text[:maxGuestText], "") + "…"
 	}
-	return text
+	return strings.ToValidUTF8(text, "\uFFFD")
 }

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
@@ -41,6 +42,7 @@ const (
 	keepaliveTimeout = 5 * time.Second        //
 	patience         = 5 * time.Second        // how long a call waits for a link that is being redialled
 	maxMessageBytes  = 4<<20 + 64<<10         // 1 MiB of payload four times over, and headers
+	maxHelloBytes    = 64 << 10               // far above what a guest says of itself, part of which is written down
 	retryHint        = 500 * time.Millisecond // RetryInfo of RECOVERING and GUEST_UNREACHABLE
 	windowBytes      = 8 << 20                // HTTP/2 windows: larger ones let a bulk stream run at the pipe's speed
 )
@@ -171,6 +173,8 @@ func (l *Links) Call(ctx context.Context, machineID string, fn func(context.Cont
 	if k == nil {
 		return unreachable(machineID, errNoLink)
 	}
+	var failed *connection
+	var since time.Time
 	for {
 		live, err := k.soon(ctx)
 		if err != nil {
@@ -180,7 +184,11 @@ func (l *Links) Call(ctx context.Context, machineID string, fn func(context.Cont
 		if err == nil {
 			return nil
 		}
-		if !broke(err) || ctx.Err() != nil {
+		if live != failed {
+			failed, since = live, time.Now()
+		}
+		// A connection that its keeper holds to be good for so long is: the guest itself says that.
+		if !broke(err) || ctx.Err() != nil || time.Since(since) > patience {
 			return fromGuest(machineID, err)
 		}
 		k.suspect(live)
@@ -341,6 +349,8 @@ func (k *link) hello(ctx context.Context, client guestv1.GuestServiceClient, bui
 		return nil, fmt.Errorf("the guest speaks protocol %d, this broker %d: use a broker that speaks it", hello.GetProtocol(), Protocol)
 	case hello.GetMachineId() != k.target.MachineID:
 		return nil, fmt.Errorf("the guest says that it is in machine %q", cut(hello.GetMachineId()))
+	case proto.Size(hello) > maxHelloBytes:
+		return nil, fmt.Errorf("the guest says more of itself than %d bytes", maxHelloBytes)
 	case len(hello.GetBootId()) == 0 || len(hello.GetBootId()) > 64:
 		return nil, errors.New("the guest's boot id is not between 1 and 64 bytes")
 	}

@@ -45,7 +45,7 @@ func (s *Service) Poll(ctx context.Context, namespace, id string, wait time.Dura
 
 // live adds to a job that is not done what its guest knows of it now.
 func (s *Service) live(ctx context.Context, job *recordv1.JobRecord) (*recordv1.JobRecord, error) {
-	if !hasBegun(job) {
+	if !hasBegun(job) || s.frozen(job) {
 		return job, nil
 	}
 	status, err := s.waitInGuest(ctx, job.GetMachineId(), job.GetId(), 0)
@@ -60,6 +60,19 @@ func (s *Service) live(ctx context.Context, job *recordv1.JobRecord) (*recordv1.
 		return job, nil
 	}
 	return s.bringHome(ctx, job.GetMachineId(), status)
+}
+
+// frozen reports whether a job's machine is suspended, so that its guest can't be asked.
+func (s *Service) frozen(job *recordv1.JobRecord) bool {
+	sandbox, _, err := s.opts.Sandboxes.Get(job.GetNamespace(), job.GetSandboxId())
+	if err != nil {
+		return false
+	}
+	switch sandbox.GetState() {
+	case berthv1.SandboxState_SANDBOX_STATE_SUSPENDING, berthv1.SandboxState_SANDBOX_STATE_SUSPENDED, berthv1.SandboxState_SANDBOX_STATE_RESUMING:
+		return true
+	}
+	return false
 }
 
 // machineStopped returns an error when a job's machine is stopped, so that nobody can tell what became
@@ -148,7 +161,10 @@ func (s *Service) stopInGuest(ctx context.Context, machineID string, request *gu
 		status = response.GetStatus()
 		return err
 	})
-	return status, err
+	if err != nil {
+		return nil, err
+	}
+	return about(status, machineID, request.GetJobId())
 }
 
 // SettleJobs kills everything that runs in a machine which is about to be destroyed, and brings the

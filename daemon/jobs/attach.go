@@ -74,7 +74,7 @@ func (s *Service) Exec(ctx context.Context, call lifecycle.Call, sandboxID strin
 	if err != nil {
 		return err
 	}
-	defer s.setBeginning(job.GetId(), false)
+	defer s.unsetAttached(job.GetId())
 	err = s.relay(ctx, job, v, start, peer)
 	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrOtherGeneration) {
 		return fault.New(fault.Recovering, "the machine of sandbox %s was started again just now: nothing was begun, try again", sandboxID).Retry(time.Second)
@@ -276,6 +276,10 @@ func (r *relaying) explain(err error) error {
 
 // done gives the peer the outcome, once it can no longer change.
 func (r *relaying) done(ctx context.Context, status *guestv1.Status) error {
+	status, err := about(status, r.job.GetMachineId(), r.job.GetId())
+	if err != nil {
+		return err
+	}
 	job, err := r.service.receipt(ctx, r.job, status)
 	if err != nil {
 		return err

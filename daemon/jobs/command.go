@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/berth-sandbox/berth/daemon/fault"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -66,6 +67,9 @@ func (s *Service) secrets(job *recordv1.JobRecord) (*recordv1.JobSecrets, error)
 
 // boundedOutcome is a guest's outcome within the bounds of what an outcome can be.
 func boundedOutcome(from *berthv1.Outcome) *berthv1.Outcome {
+	if berthv1.Cause_name[int32(from.GetCause())] == "" || from.GetCause() == berthv1.Cause_CAUSE_UNSPECIFIED {
+		return lost("guest_confused: the guest gave an outcome without a cause that this broker knows")
+	}
 	outcome := proto.CloneOf(from)
 	outcome.Reason = boundedText(outcome.GetReason())
 	if len(outcome.GetSurvivors()) > maxSurvivors {
@@ -74,19 +78,36 @@ func boundedOutcome(from *berthv1.Outcome) *berthv1.Outcome {
 	if code := outcome.GetExitCode(); code < 0 || code > 255 || outcome.GetCause() == berthv1.Cause_CAUSE_LOST {
 		outcome.ExitCode = nil
 	}
-	if outcome.GetCause() == berthv1.Cause_CAUSE_UNSPECIFIED {
-		return lost("guest_confused: the guest gave an outcome without a cause")
-	}
 	return outcome
 }
 
-// boundedFacts is what a guest says of a stream, as far as it can be true.
+// about is a guest's answer on a job, unless it is on another one: then nothing in it can be believed.
+func about(status *guestv1.Status, machineID, jobID string) (*guestv1.Status, error) {
+	if status.GetJobId() != jobID {
+		return nil, fault.New(fault.Internal, "the guest of machine %s was asked about job %s and answered about %q",
+			machineID, jobID, boundedText(status.GetJobId()))
+	}
+	return status, nil
+}
+
+// boundedOutput is the head and the tail that a guest gave of a stream, no more than was asked for.
+func boundedOutput(from *guestv1.Output, limit uint64) *guestv1.Output {
+	head, tail, offset := from.GetHead(), from.GetTail(), from.GetTailOffset()
+	head = head[:min(uint64(len(head)), limit)]
+	if over := uint64(len(tail)) - min(uint64(len(tail)), limit-uint64(len(head))); over > 0 {
+		tail, offset = tail[over:], offset+over
+	}
+	return &guestv1.Output{Head: head, Tail: tail, TailOffset: offset}
+}
+
+// boundedFacts is a guest's word on a stream, up to where it contradicts itself.
 func boundedFacts(from *berthv1.OutputFacts) *berthv1.OutputFacts {
-	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), EndAtExit: endAtExit(from), Sealed: from.GetSealed()}
+	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), EndAtExit: endAtExit(from)}
 	for _, kept := range inOrder(firstTwo(from.GetKept())) {
-		if kept.GetFrom() < kept.GetTo() && kept.GetTo() <= facts.GetTotalBytes() {
-			facts.Kept = append(facts.Kept, kept)
+		if kept.GetTo() < kept.GetFrom() || kept.GetTo() > from.GetTotalBytes() {
+			break
 		}
+		facts.Kept = append(facts.Kept, kept)
 	}
 	facts.DroppedBytes = facts.GetTotalBytes() - length(facts.GetKept())
 	return facts

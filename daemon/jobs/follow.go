@@ -24,6 +24,11 @@ const (
 	homeAtOnce    = 8                // receipts brought home at once a machine: they share commits
 	followRetry   = time.Second      // after an error that is not the link's
 	attachedPolls = 10 * time.Second // one wait for a leftover attached command
+	// maxNamed is how many jobs a guest may name when stock is taken, pages counted in; and maxAdopted
+	// how many a machine that no record has: attached commands that were left by a crash, of which
+	// there are some hundreds. A guest that names more makes them up, to fill the ledger.
+	maxNamed   = 100_000
+	maxAdopted = 10_000
 )
 
 // follower follows the jobs of one machine's guest, for as long as one connection lasts.
@@ -80,7 +85,7 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 		}
 	}
 	request := &guestv1.ListRequest{Limit: listLimit} // everything, attached commands included
-	known := map[string]bool{}
+	known, named := map[string]bool{}, 0
 	for ctx.Err() == nil {
 		response, err := s.list(ctx, machineID, request)
 		if err != nil {
@@ -95,7 +100,8 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 		}
 		s.takeAll(ctx, machineID, response.GetStatuses())
 		request.SinceCursor = response.GetNextCursor()
-		if known == nil || response.GetMore() {
+		named += len(response.GetStatuses()) + 1
+		if known == nil || response.GetMore() && named < maxNamed {
 			note(known, response)
 			continue
 		}
@@ -143,7 +149,7 @@ func (s *Service) takeAll(ctx context.Context, machineID string, statuses []*gue
 
 // take brings the ledger up to what a guest says of one job.
 func (s *Service) take(ctx context.Context, machineID string, status *guestv1.Status) error {
-	if !status.GetDurable() && !status.GetDone() && s.isBeginning(status.GetJobId()) {
+	if !status.GetDone() && s.attachedHere(status.GetJobId()) != nil {
 		return nil // its caller is attached here, and gives it its record
 	}
 	job, err := s.adopt(ctx, machineID, status)
@@ -180,6 +186,9 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		s.opts.Log.Warn("a guest names a job of another machine; ignored", "machine", machineID, "job", job.GetId())
 		return nil, nil
 	}
+	if !s.mayAdopt(machineID) {
+		return nil, nil
+	}
 	err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
 		job, err = tx.Job(status.GetJobId())
 		if err != nil || job != nil {
@@ -201,6 +210,18 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		return nil, err
 	}
 	return job, nil
+}
+
+// mayAdopt counts a job that is to be adopted, and reports whether there are not too many of its
+// machine.
+func (s *Service) mayAdopt(machineID string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.adopted[machineID]++
+	if s.adopted[machineID] == maxAdopted+1 {
+		s.opts.Log.Error("a guest names more jobs than there can be; no more are taken from it", "machine", machineID)
+	}
+	return s.adopted[machineID] <= maxAdopted
 }
 
 // await waits for a leftover attached command to end, and brings its outcome home.
@@ -226,7 +247,10 @@ func (s *Service) waitInGuest(ctx context.Context, machineID, jobID string, wait
 		status = response.GetStatus()
 		return err
 	})
-	return status, err
+	if err != nil {
+		return nil, err
+	}
+	return about(status, machineID, jobID)
 }
 
 // settleOpen settles the jobs that the ledger has open and that the guest did not name: those it

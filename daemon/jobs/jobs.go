@@ -66,13 +66,15 @@ type Service struct {
 	mu        sync.Mutex
 	wg        sync.WaitGroup // under mu until closed, so that nothing is added while Close waits
 	closed    bool
-	followers map[string]*follower // by machine
-	beginning map[string]bool      // jobs whose start is under way in this process
-	active    map[string]time.Time // when last_activity was last written, by sandbox
-	held      map[string]int       // who reads from a guest, by job
+	followers map[string]*follower           // by machine
+	beginning map[string]bool                // jobs whose start is under way in this process
+	attached  map[string]*recordv1.JobRecord // commands whose caller is attached here, until their record is written
+	active    map[string]time.Time           // when last_activity was last written, by sandbox
+	held      map[string]int                 // who reads from a guest, by job
 	// forgettable are held jobs that their guest may forget when nobody reads from there any more.
 	forgettable map[string]bool
 	stocked     map[string]bool // machines whose jobs were taken stock of since the start
+	adopted     map[string]int  // jobs that a guest named and no record had, by machine
 
 	importing singleflight.Group // by job
 }
@@ -90,8 +92,8 @@ func New(opts Options) (*Service, error) {
 	draining, drain := context.WithCancel(ctx)
 	return &Service{
 		opts: opts, output: output, news: newNews(), ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
-		followers: map[string]*follower{}, beginning: map[string]bool{}, active: map[string]time.Time{},
-		held: map[string]int{}, forgettable: map[string]bool{}, stocked: map[string]bool{},
+		followers: map[string]*follower{}, beginning: map[string]bool{}, attached: map[string]*recordv1.JobRecord{}, active: map[string]time.Time{},
+		held: map[string]int{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{},
 	}, nil
 }
 
@@ -302,7 +304,10 @@ func (s *Service) startInGuest(ctx context.Context, job *recordv1.JobRecord, sec
 		status = response.GetStatus()
 		return err
 	})
-	return status, err
+	if err != nil {
+		return nil, err
+	}
+	return about(status, job.GetMachineId(), job.GetId())
 }
 
 // notBegun ends a job that its guest refused for good; any other error leaves it RESERVED.
@@ -359,6 +364,29 @@ func (s *Service) isBeginning(jobID string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.beginning[jobID]
+}
+
+// setAttached notes a command whose caller is attached here: it is known by its id although its record
+// is written behind, and nobody else makes one of it meanwhile.
+func (s *Service) setAttached(job *recordv1.JobRecord) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.attached[job.GetId()] = proto.CloneOf(job)
+}
+
+func (s *Service) unsetAttached(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.attached, id)
+}
+
+func (s *Service) attachedHere(id string) *recordv1.JobRecord {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if job := s.attached[id]; job != nil {
+		return proto.CloneOf(job)
+	}
+	return nil
 }
 
 // touch notes that a sandbox is used.
@@ -420,6 +448,11 @@ func (s *Service) job(id string) (*recordv1.JobRecord, error) {
 // that only a guest knows which has not been heard from yet: that is RECOVERING, not NOT_FOUND.
 func (s *Service) find(namespace, id string) (*recordv1.JobRecord, error) {
 	job, err := s.job(id)
+	if fault.Is(err, fault.JobNotFound) {
+		if attached := s.attachedHere(id); attached != nil {
+			job, err = attached, nil
+		}
+	}
 	switch {
 	case fault.Is(err, fault.JobNotFound) && validJobID(id) && s.takingStock():
 		return nil, fault.New(fault.Recovering, "the broker has just started and does not know of job %s yet: try again", id).Retry(time.Second)

@@ -91,12 +91,12 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 		return &Ran{Job: job}, nil
 	}
 	if err != nil {
-		s.setBeginning(job.GetId(), false) // if it runs all the same, the guest will name it
+		s.unsetAttached(job.GetId()) // if it runs all the same, the guest will name it
 		return nil, err
 	}
 	s.fill(job, response.GetStatus())
 	s.recordAttached(job)
-	return &Ran{Job: job, Stdout: response.GetStdout(), Stderr: response.GetStderr()}, nil
+	return &Ran{Job: job, Stdout: boundedOutput(response.GetStdout(), maxOutput), Stderr: boundedOutput(response.GetStderr(), maxOutput)}, nil
 }
 
 // newAttached makes the record of a command that is not written down before it runs, and the command
@@ -119,10 +119,10 @@ func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berth
 	}
 	redact(job.GetSpec())
 	job.Spec.KeepOutput = proto.Bool(false)
-	s.setBeginning(job.GetId(), true) // until its record is written, nobody else makes one of it
+	s.setAttached(job)
 	command, err := s.command(sandbox, spec, &recordv1.JobSecrets{Env: spec.GetSecretEnv(), Stdin: spec.GetStdin().GetData()})
 	if err != nil {
-		s.setBeginning(job.GetId(), false)
+		s.unsetAttached(job.GetId())
 	}
 	return job, command, err
 }
@@ -148,7 +148,7 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 	record := proto.CloneOf(job)
 	record.Stdout, record.Stderr = notKept(job.GetStdout()), notKept(job.GetStderr())
 	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
-		defer s.setBeginning(record.GetId(), false)
+		defer s.unsetAttached(record.GetId())
 		known, err := tx.Job(record.GetId())
 		if err != nil {
 			return err
@@ -165,7 +165,7 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 // became of it. A command that was to be kept is recorded as running, and followed.
 func (s *Service) callerLeft(job *recordv1.JobRecord, kill bool, grace time.Duration) {
 	s.spawn(func() {
-		defer s.setBeginning(job.GetId(), false)
+		defer s.unsetAttached(job.GetId())
 		err := s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
 			known, err := tx.Job(job.GetId())
 			if err != nil || known != nil {

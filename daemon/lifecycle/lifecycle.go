@@ -301,8 +301,8 @@ func (s *Service) sandbox(id string) (*recordv1.SandboxRecord, error) {
 	return sandbox, err
 }
 
-// Resume makes a STOPPED sandbox run again, in a new generation, and waits until it does. One that
-// runs is success.
+// Resume makes a SUSPENDED sandbox go on, or a STOPPED one run again in a new generation, and waits
+// until it runs. One that runs is success.
 func (s *Service) Resume(ctx context.Context, call Call, id string) (*recordv1.SandboxRecord, error) {
 	operationID, err := s.reserveResume(ctx, call, id)
 	if err != nil {
@@ -335,12 +335,15 @@ func (s *Service) reserveResume(ctx context.Context, call Call, id string) (oper
 		switch sandbox.GetState() {
 		case berthv1.SandboxState_SANDBOX_STATE_RUNNING, berthv1.SandboxState_SANDBOX_STATE_RESUMING:
 			return call.Remember(tx, id, now)
-		case berthv1.SandboxState_SANDBOX_STATE_STOPPED:
+		case berthv1.SandboxState_SANDBOX_STATE_STOPPED, berthv1.SandboxState_SANDBOX_STATE_SUSPENDED:
 		default:
-			return fault.New(fault.WrongState, "sandbox %s is %s: only a STOPPED one can be resumed here", id, StateName(sandbox.GetState())).
-				With("state", StateName(sandbox.GetState())).With("wanted", "STOPPED")
+			return fault.New(fault.WrongState, "sandbox %s is %s: only a STOPPED or a SUSPENDED one can be resumed", id, StateName(sandbox.GetState())).
+				With("state", StateName(sandbox.GetState())).With("wanted", "STOPPED or SUSPENDED")
 		}
 		operation := s.operation(recordv1.OperationKind_OPERATION_KIND_RESUME, sandbox)
+		if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_SUSPENDED {
+			operation.Step = "thaw"
+		}
 		operationID = operation.GetId()
 		sandbox.State, sandbox.OperationId = berthv1.SandboxState_SANDBOX_STATE_RESUMING, operationID
 		return errors.Join(

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -171,10 +172,13 @@ func (s *Service) due(ctx context.Context, id string) (*recordv1.OperationRecord
 // failed writes down why a step did not do, and decides whether it is tried again or undone.
 func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecord, cause error) error {
 	now := s.opts.Now()
-	stopped, note := s.stoppedMeanwhile(ctx, operation)
+	stopped, gone, note := s.stoppedMeanwhile(ctx, operation)
 	reboot := stopped && operation.GetReboots() < maxReboots
 	if stopped && !reboot {
 		cause = fault.New(fault.MachineGone, "machine %s stopped again and again while it was set up: %s", operation.GetMachineId(), note)
+	}
+	if gone {
+		cause = fault.New(fault.MachineGone, "machine %s vanished while it was set up: %w", operation.GetMachineId(), cause)
 	}
 	undo := undoable(operation) && !reboot && (definite(cause) || now.Sub(timeOf(operation.GetCreateTime())) > giveUp)
 	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
@@ -204,17 +208,18 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 }
 
 // stoppedMeanwhile reports whether the machine that an operation is setting up has stopped, so that
-// it has to be booted again, and what its provider knows of it.
-func (s *Service) stoppedMeanwhile(ctx context.Context, operation *recordv1.OperationRecord) (stopped bool, note string) {
-	if !undoable(operation) || operation.GetStep() == firstStep[operation.GetKind()] {
-		return false, ""
+// it has to be booted again, or is gone, and what its provider knows of it.
+func (s *Service) stoppedMeanwhile(ctx context.Context, operation *recordv1.OperationRecord) (stopped, gone bool, note string) {
+	if !undoable(operation) || operation.GetStep() == firstStep[operation.GetKind()] ||
+		operation.GetKind() == recordv1.OperationKind_OPERATION_KIND_SUSPEND {
+		return false, false, ""
 	}
 	machine, err := s.machineRecord(operation.GetMachineId())
 	if err != nil {
-		return false, ""
+		return false, false, ""
 	}
 	found, err := s.inspect(ctx, machine)
-	return err == nil && found.State == providers.MachineStopped, found.Note
+	return err == nil && found.State == providers.MachineStopped, errors.Is(err, providers.ErrNotFound), found.Note
 }
 
 // undoable reports whether a step that fails for good can be given up: a destroy never is.
@@ -326,9 +331,11 @@ func pause(ctx context.Context, wait time.Duration) bool {
 	}
 }
 
+// cutText bounds a text, and makes it one that a record can hold: with any other, the failed step
+// could not be recorded.
 func cutText(text string) string {
 	if len(text) > maxErrorText {
-		return fmt.Sprintf("%s… (%d bytes more)", text[:maxErrorText], len(text)-maxErrorText)
+		text = fmt.Sprintf("%s… (%d bytes more)", strings.ToValidUTF8(text[:maxErrorText], ""), len(text)-maxErrorText)
 	}
-	return text
+	return strings.ToValidUTF8(text, "\uFFFD")
 }

@@ -34,6 +34,7 @@ var (
 	firstStep = map[recordv1.OperationKind]string{
 		recordv1.OperationKind_OPERATION_KIND_CREATE:  "boot",
 		recordv1.OperationKind_OPERATION_KIND_RESUME:  "boot",
+		recordv1.OperationKind_OPERATION_KIND_SUSPEND: "quiesce",
 		recordv1.OperationKind_OPERATION_KIND_DESTROY: "jobs",
 	}
 	steps = map[recordv1.OperationKind]map[string]step{
@@ -42,16 +43,20 @@ var (
 			"unmake": (*Service).unmake, "fail": (*Service).fail,
 		},
 		recordv1.OperationKind_OPERATION_KIND_RESUME: {
-			"boot": (*Service).boot, "connect": (*Service).connect, "ready": (*Service).ready,
+			"boot": (*Service).boot, "thaw": (*Service).thaw, "connect": (*Service).connect, "ready": (*Service).ready,
 			"stop": (*Service).stop,
+		},
+		recordv1.OperationKind_OPERATION_KIND_SUSPEND: {
+			"quiesce": (*Service).quiesce, "suspend": (*Service).suspend, "wake": (*Service).wake,
 		},
 		recordv1.OperationKind_OPERATION_KIND_DESTROY: {
 			"jobs": (*Service).settleJobs, "machine": (*Service).destroyMachine, "finish": (*Service).finish,
 		},
 	}
 	undoStep = map[recordv1.OperationKind]string{
-		recordv1.OperationKind_OPERATION_KIND_CREATE: "unmake",
-		recordv1.OperationKind_OPERATION_KIND_RESUME: "stop",
+		recordv1.OperationKind_OPERATION_KIND_CREATE:  "unmake",
+		recordv1.OperationKind_OPERATION_KIND_RESUME:  "stop",
+		recordv1.OperationKind_OPERATION_KIND_SUSPEND: "wake",
 	}
 )
 
@@ -120,6 +125,9 @@ func (s *Service) connect(ctx context.Context, operation *recordv1.OperationReco
 		machine, err := liveMachine(tx, operation)
 		if err != nil {
 			return err
+		}
+		if machine.GetBootId() != "" && machine.GetBootId() != hello.GetBootId() {
+			machine.Generation = operation.GetGeneration() + 1 // no process of before survived
 		}
 		machine.BootId, machine.GuestBuild, machine.GuestProtocol = hello.GetBootId(), hello.GetBuild(), hello.GetProtocol()
 		machine.GuestCapabilities = hello.GetCapabilities()
@@ -240,17 +248,9 @@ func (s *Service) fail(ctx context.Context, operation *recordv1.OperationRecord)
 // stop ends a resume that was given up: the disk is still there.
 func (s *Service) stop(ctx context.Context, operation *recordv1.OperationRecord) error {
 	s.opts.Links.Drop(operation.GetMachineId())
-	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
-		sandbox, err := tx.Sandbox(operation.GetSandboxId())
-		if err != nil || sandbox == nil {
-			return errors.Join(err, tx.DeleteOperation(operation.GetId()))
-		}
-		sandbox.State, sandbox.OperationId = berthv1.SandboxState_SANDBOX_STATE_STOPPED, ""
-		sandbox.LastError = operation.GetUndoing()
-		return errors.Join(
-			tx.PutSandbox(sandbox, "sandbox.stopped", "resuming it failed: "+operation.GetUndoing().GetMessage()),
-			tx.DeleteOperation(operation.GetId()),
-		)
+	return s.close(ctx, operation, func(sandbox *recordv1.SandboxRecord) (event, message string) {
+		sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_STOPPED, operation.GetUndoing()
+		return "sandbox.stopped", "resuming it failed: " + operation.GetUndoing().GetMessage()
 	})
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers"
 )
 
@@ -69,14 +70,11 @@ func New(opts Options) *Service {
 // Start opens the link to every machine that was booted and resumes every open operation. It waits
 // for no machine: one mute guest never blocks the boot.
 func (s *Service) Start() error {
-	machines, err := s.machines()
+	machines, _, err := s.machines()
 	if err != nil {
 		return err
 	}
 	for _, machine := range machines {
-		if machine.GetState() != recordv1.MachineState_MACHINE_STATE_BOOTED {
-			continue
-		}
 		if err := s.opts.Sandboxes.OpenLink(machine); err != nil {
 			s.opts.Log.Error("cannot open the link to a machine", "machine", machine.GetId(), "error", err)
 		}
@@ -101,6 +99,7 @@ func (s *Service) Run(ctx context.Context) {
 			s.look(ctx)
 		case <-sweep.C:
 			s.sweep(ctx)
+			s.lookAtRest(ctx)
 		case <-trim.C:
 			s.trim(ctx)
 		}
@@ -125,32 +124,70 @@ func (s *Service) Orphans() (count int, oldest time.Duration) {
 	return len(s.orphans), oldest
 }
 
-func (s *Service) machines() ([]*recordv1.MachineRecord, error) {
-	var machines []*recordv1.MachineRecord
-	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
-		machines, err = tx.LiveMachines()
-		return err
+// machines returns the machines whose guests should answer, and those that were booted and rest.
+func (s *Service) machines() (awake, resting []*recordv1.MachineRecord, err error) {
+	err = s.opts.Store.View(func(tx *store.Tx) error {
+		machines, err := tx.LiveMachines()
+		if err != nil {
+			return err
+		}
+		for _, machine := range machines {
+			sandbox, err := tx.Sandbox(machine.GetSandboxId())
+			switch {
+			case err != nil:
+				return err
+			case machine.GetState() != recordv1.MachineState_MACHINE_STATE_BOOTED:
+			case rests(sandbox.GetState()):
+				resting = append(resting, machine)
+			default:
+				awake = append(awake, machine)
+			}
+		}
+		return nil
 	})
-	return machines, err
+	return awake, resting, err
+}
+
+func rests(state berthv1.SandboxState) bool {
+	switch state {
+	case berthv1.SandboxState_SANDBOX_STATE_SUSPENDED, berthv1.SandboxState_SANDBOX_STATE_STOPPED, berthv1.SandboxState_SANDBOX_STATE_LOST:
+		return true
+	}
+	return false
 }
 
 // look asks the providers about every machine that is silent, and writes down what was found twice.
 func (s *Service) look(ctx context.Context) {
-	machines, err := s.machines()
+	awake, _, err := s.machines()
 	if err != nil {
 		s.opts.Log.Error("cannot read the machines", "error", err)
 		return
 	}
-	var group errgroup.Group
-	group.SetLimit(looksAtOnce)
-	for _, machine := range machines {
-		if machine.GetState() != recordv1.MachineState_MACHINE_STATE_BOOTED {
-			continue
-		}
+	silent := awake[:0]
+	for _, machine := range awake {
 		if s.opts.Links.Hello(machine.GetId()) != nil {
 			s.forget(machine.GetId())
 			continue
 		}
+		silent = append(silent, machine)
+	}
+	s.lookAtAll(ctx, silent)
+}
+
+// lookAtRest asks about machines that rest: they can vanish too, but nobody waits to hear of it.
+func (s *Service) lookAtRest(ctx context.Context) {
+	_, resting, err := s.machines()
+	if err != nil {
+		s.opts.Log.Error("cannot read the machines", "error", err)
+		return
+	}
+	s.lookAtAll(ctx, resting)
+}
+
+func (s *Service) lookAtAll(ctx context.Context, machines []*recordv1.MachineRecord) {
+	var group errgroup.Group
+	group.SetLimit(looksAtOnce)
+	for _, machine := range machines {
 		group.Go(func() error {
 			s.lookAt(ctx, machine.GetId())
 			return nil

@@ -124,3 +124,37 @@ func quantile(all []time.Duration, q float64) time.Duration {
 	slices.Sort(all)
 	return all[int(q*float64(len(all)-1))]
 }
+
+// BenchmarkAttachStream reads a fast command's output as it comes; MB/s is what arrives, lost is the
+// share of what was dropped because this reader was too slow.
+func BenchmarkAttachStream(b *testing.B) {
+	for _, limit := range []uint64{64 << 20, 4 << 30} {
+		b.Run(fmt.Sprintf("kept=%dMiB", limit>>20), func(b *testing.B) {
+			m := boot(b)
+			const size = 1 << 30
+			var got, lost uint64
+			b.ResetTimer()
+			for range b.N {
+				r := argv("head", "-c", fmt.Sprint(size), "/dev/zero")
+				r.Command.OutputLimitBytes = limit
+				stream, err := m.calls.Attach(b.Context())
+				must(b, err)
+				must(b, stream.Send(&guestv1.AttachRequest{Message: &guestv1.AttachRequest_Open{Open: &guestv1.AttachOpen{JobId: r.GetJobId(), Start: r}}}))
+				for done := false; !done; {
+					message, err := stream.Recv()
+					must(b, err)
+					got += uint64(len(message.GetChunk().GetData()))
+					if gap := message.GetGap(); gap != nil {
+						lost += gap.GetRange().GetTo() - gap.GetRange().GetFrom()
+					}
+					done = message.GetDone() != nil
+				}
+				_, err = m.calls.Forget(b.Context(), &guestv1.ForgetRequest{JobIds: []string{r.GetJobId()}})
+				must(b, err)
+			}
+			b.ReportMetric(float64(got)/1e6/b.Elapsed().Seconds(), "MB/s")
+			b.ReportMetric(float64(lost)/float64(got+lost), "lost")
+			b.ReportMetric(float64(m.residentMiB()), "guest-MiB")
+		})
+	}
+}

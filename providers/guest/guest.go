@@ -22,7 +22,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -49,28 +48,9 @@ const (
 	partingTime = 250 * time.Millisecond
 )
 
-// build is set by -ldflags "-X …/providers/guest.build=…".
-var build string
-
-// Build returns the build's name: what the linker was told, else the revision it was built from.
-func Build() string {
-	if build != "" {
-		return build
-	}
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return "unknown"
-	}
-	for _, setting := range info.Settings {
-		if setting.Key == "vcs.revision" {
-			return setting.Value
-		}
-	}
-	return info.Main.Version
-}
-
 // Options change how a guest is served. The zero value is right.
 type Options struct {
+	Build            string        // what this build is called; default: "unknown"
 	Log              *slog.Logger  // default: slog.Default
 	KeepaliveTime    time.Duration // default 10 s
 	KeepaliveTimeout time.Duration // default 5 s
@@ -111,18 +91,18 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	}()
 	supervisor, err := supervise.New(supervise.Config{
 		MachineID: config.GetMachineId(), Generation: config.GetGeneration(), BootID: bootID,
-		Workspace: config.GetWorkspace(), Env: config.GetEnv(),
+		Workspace: config.GetWorkspace(), User: config.GetDefaultUser(), Env: config.GetEnv(),
 		Records: records, Means: means, Reaper: reaper, Log: options.Log,
 	})
 	if err != nil {
 		return err
 	}
-	options.Log.Info("the guest is up", "machine", config.GetMachineId(), "boot", bootID, "build", Build(), "containment", means.Kind().String())
+	options.Log.Info("the guest is up", "machine", config.GetMachineId(), "boot", bootID, "build", options.Build, "containment", means.Kind().String())
 	s := &service{
 		supervisor: supervisor,
 		identity: identity{
 			machineID: config.GetMachineId(), token: config.GetToken(), generation: config.GetGeneration(),
-			bootID: bootID, workspace: config.GetWorkspace(), containment: means.Kind(),
+			bootID: bootID, workspace: config.GetWorkspace(), containment: means.Kind(), build: options.Build,
 		},
 	}
 	err = s.serve(ctx, config, options)
@@ -130,6 +110,9 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 }
 
 func (o Options) withDefaults() Options {
+	if o.Build == "" {
+		o.Build = "unknown"
+	}
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
@@ -150,6 +133,7 @@ func (s *service) serve(ctx context.Context, config *guestv1.BootConfig, options
 		grpc.StreamInterceptor(authenticateStream),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMin, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: options.KeepaliveTime, Timeout: options.KeepaliveTimeout}),
+		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxRecvMsgSize(messageMost),
 		grpc.MaxSendMsgSize(messageMost),
 		grpc.WaitForHandlers(true),
@@ -221,10 +205,7 @@ func prepareProcess(c *guestv1.BootConfig) error {
 			return fmt.Errorf("become the parent of orphans: %w", err)
 		}
 	}
-	if err := os.MkdirAll(c.GetWorkspace(), 0o755); err != nil { //nolint:gosec // a job's user may be another
-		return fmt.Errorf("make the workspace: %w", err)
-	}
-	return nil
+	return makeWorkspace(c.GetWorkspace(), c.GetDefaultUser())
 }
 
 func newBootID() (string, error) {

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -28,6 +29,12 @@ import (
 
 // serveVariable makes the test's own program a guest: its value is the config's file.
 const serveVariable = "BERTH_TEST_SERVE"
+
+// keepaliveVariable changes its keepalive times.
+const keepaliveVariable = "BERTH_TEST_KEEPALIVE"
+
+// windowBytes is the broker's window of a stream.
+const windowBytes = 8 << 20
 
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "version" {
@@ -55,7 +62,8 @@ func serveForTest(file string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
-	return Serve(ctx, config, Options{Log: log})
+	every, _ := time.ParseDuration(os.Getenv(keepaliveVariable))
+	return Serve(ctx, config, Options{Build: "test", Log: log, KeepaliveTime: every, KeepaliveTimeout: every})
 }
 
 // machine is a guest in a process of its own, and the host that it dials.
@@ -65,19 +73,32 @@ type machine struct {
 	config   *guestv1.BootConfig
 	listener net.Listener
 	process  *exec.Cmd
+	how      manner
 	calls    guestv1.GuestServiceClient
 	conn     *grpc.ClientConn
 	hello    *guestv1.HelloResponse
 }
 
+// manner is how the guest's process is started.
+type manner struct {
+	credential *syscall.Credential // nil: as this process
+	script     string              // bash's, which ends with exec "$0"; empty: none
+	keepalive  time.Duration       // between pings, and for an answer; 0: the defaults
+}
+
 // boot starts a guest. change may alter its config.
 func boot(t testing.TB, change ...func(*guestv1.BootConfig)) *machine {
+	t.Helper()
+	return bootAs(t, manner{}, change...)
+}
+
+func bootAs(t testing.TB, how manner, change ...func(*guestv1.BootConfig)) *machine {
 	t.Helper()
 	// Short, since a socket's path is.
 	dir, err := os.MkdirTemp("", "guest")
 	must(t, err)
-	m := &machine{t: t, dir: dir, config: &guestv1.BootConfig{
-		MachineId:  "m_01TEST",
+	m := &machine{t: t, dir: dir, how: how, config: &guestv1.BootConfig{
+		MachineId:  "m_01TEST" + strconv.Itoa(int(machineNumber.Add(1))),
 		Token:      []byte("0123456789abcdef0123456789abcdef"),
 		DialSocket: filepath.Join(dir, "host.sock"),
 		SpoolDir:   filepath.Join(dir, "spool"),
@@ -86,6 +107,9 @@ func boot(t testing.TB, change ...func(*guestv1.BootConfig)) *machine {
 	}}
 	for _, c := range change {
 		c(m.config)
+	}
+	if how.credential != nil {
+		must(t, os.Chown(dir, int(how.credential.Uid), int(how.credential.Gid)))
 	}
 	t.Cleanup(func() {
 		m.end()
@@ -105,7 +129,7 @@ func withCgroups(t testing.TB) func(*guestv1.BootConfig) {
 	return func(c *guestv1.BootConfig) { c.CgroupDir = dir }
 }
 
-var cgroupNumber atomic.Uint32
+var cgroupNumber, machineNumber atomic.Uint32
 
 func cgroupDir(t testing.TB) string {
 	t.Helper()
@@ -143,14 +167,38 @@ func (m *machine) start() {
 	must(m.t, err)
 	file := filepath.Join(m.dir, "config.json")
 	must(m.t, os.WriteFile(file, data, 0o600))
-	m.process = exec.Command(os.Args[0])
-	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x"}
+	m.process = exec.Command(m.program())
+	if m.how.script != "" {
+		m.process = exec.Command("bash", "-c", m.how.script, m.program())
+	}
+	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x", keepaliveVariable + "=" + m.how.keepalive.String()}
 	m.process.Stderr = os.Stderr
 	if m.config.GetMountProc() {
 		m.process.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNS}
 	}
+	if m.how.credential != nil {
+		m.process.SysProcAttr = &syscall.SysProcAttr{Credential: m.how.credential}
+		must(m.t, os.Chown(file, int(m.how.credential.Uid), int(m.how.credential.Gid)))
+		must(m.t, os.Chmod(m.config.GetDialSocket(), 0o666))
+	}
 	must(m.t, m.process.Start())
 	m.connect()
+}
+
+// program is the guest's: the test's own, where its user may run it.
+func (m *machine) program() string {
+	m.t.Helper()
+	if m.how.credential == nil {
+		return os.Args[0]
+	}
+	path := filepath.Join(m.dir, "program")
+	if _, err := os.Stat(path); err == nil {
+		return path
+	}
+	data, err := os.ReadFile(os.Args[0])
+	must(m.t, err)
+	must(m.t, os.WriteFile(path, data, 0o755))
+	return path
 }
 
 func (m *machine) listen() {
@@ -192,6 +240,7 @@ func clientOn(t testing.TB, conn net.Conn) *grpc.ClientConn {
 	given := make(chan net.Conn, 1)
 	given <- conn
 	client, err := grpc.NewClient("passthrough:///guest", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithInitialWindowSize(windowBytes), grpc.WithInitialConnWindowSize(2*windowBytes),
 		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) {
 			select {
 			case c := <-given:

@@ -29,7 +29,9 @@ const (
 )
 
 // capabilities are what the broker may use; it gates on these names, never on versions.
-var capabilities = []string{"run", "start", "read", "wait", "list.wait", "stop", "signal", "forget", "stdin.data"}
+var capabilities = []string{
+	"run", "start", "attach", "read", "wait", "list.wait", "list.durable", "stop", "signal", "forget", "stdin.data", "stdin.open", "tty",
+}
 
 // identity is who the guest is.
 type identity struct {
@@ -39,6 +41,7 @@ type identity struct {
 	bootID      string
 	workspace   string
 	containment guestv1.Containment
+	build       string
 }
 
 // connection is what the guest knows of one connection.
@@ -116,7 +119,7 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 	connectionOf(ctx).proved.Store(true)
 	return &guestv1.HelloResponse{
 		Protocol:     protocol,
-		Build:        Build(),
+		Build:        me.build,
 		Capabilities: capabilities,
 		MachineId:    me.machineID,
 		Proof:        prove(me.token, guestContext, r.GetNonce()),

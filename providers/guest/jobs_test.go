@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -91,8 +93,7 @@ func TestRequestsThatMakeNoSenseAreRefused(t *testing.T) {
 		"an id that is a path":    {codes.InvalidArgument, &guestv1.StartRequest{JobId: "job_../../../../etc/xxxxxxxxxxx", Command: &guestv1.Command{Shell: "x"}}},
 		"a NUL in an argument":    {codes.InvalidArgument, argv("echo", "a\x00b")},
 		"an = in a variable":      {codes.InvalidArgument, &guestv1.StartRequest{JobId: newID(), Command: &guestv1.Command{Shell: "x", Env: map[string]string{"A=": "x"}}}},
-		"a terminal":              {codes.Unimplemented, &guestv1.StartRequest{JobId: newID(), Command: &guestv1.Command{Shell: "x", Tty: &berthv1.TerminalSize{Cols: 1, Rows: 1}}}},
-		"stdin that stays open":   {codes.Unimplemented, &guestv1.StartRequest{JobId: newID(), Command: &guestv1.Command{Shell: "x", Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}}}},
+		"a terminal without size": {codes.InvalidArgument, &guestv1.StartRequest{JobId: newID(), Command: &guestv1.Command{Shell: "x", Tty: &berthv1.TerminalSize{Cols: 1}}}},
 		"another generation":      {codes.FailedPrecondition, &guestv1.StartRequest{JobId: newID(), Generation: 4, Command: &guestv1.Command{Shell: "x"}}},
 		"another boot":            {codes.FailedPrecondition, &guestv1.StartRequest{JobId: newID(), BootId: "other", Command: &guestv1.Command{Shell: "x"}}},
 		"an id before everything": {codes.FailedPrecondition, &guestv1.StartRequest{JobId: idAt(time.Now().Add(-49 * time.Hour)), Command: &guestv1.Command{Shell: "x"}}},
@@ -115,7 +116,7 @@ func TestTheEnvironmentIsTheMachinesAndTheJobs(t *testing.T) {
 	r := argv("env")
 	r.Command.Env = map[string]string{"BOTH": "job", "BERTH_JOB_ID": "a lie"}
 	got := string(m.run(r).GetStdout().GetHead())
-	for _, want := range []string{"MACHINE=yes", "BOTH=job", "BERTH_JOB_ID=" + r.GetJobId(), "BERTH_MACHINE_ID=m_01TEST", "HOME=/root", "PATH=/usr/local/sbin"} {
+	for _, want := range []string{"MACHINE=yes", "BOTH=job", "BERTH_JOB_ID=" + r.GetJobId(), "BERTH_MACHINE_ID=" + m.config.GetMachineId(), "HOME=/root", "PATH=/usr/local/sbin"} {
 		if !strings.Contains("\n"+got, "\n"+want) {
 			t.Errorf("no %s in\n%s", want, got)
 		}
@@ -195,9 +196,9 @@ func TestStreamsAreApartOrMerged(t *testing.T) {
 }
 
 func TestADaemonThatHoldsTheOutputDelaysNobody(t *testing.T) {
-	for name, change := range containments(t) {
+	for name, way := range containments(t) {
 		t.Run(name, func(t *testing.T) {
-			m := boot(t, change...)
+			m := way.boot(t)
 			seconds := unique()
 			start := time.Now()
 			r := shell("sleep " + seconds + " & echo hi")
@@ -260,14 +261,14 @@ func TestWhatADaemonWritesLaterIsSpooled(t *testing.T) {
 }
 
 func TestAJobIsKilledWithItsWholeTree(t *testing.T) {
-	for name, change := range containments(t) {
+	for name, way := range containments(t) {
 		t.Run(name, func(t *testing.T) {
-			m := boot(t, change...)
+			m := way.boot(t)
 			seconds := unique()
-			// Ignores TERM, makes a session of its own, loses its parent and, where a cgroup holds it,
-			// its environment.
+			// Ignores TERM, makes a session of its own, loses its parent and, where more than that holds
+			// it, its environment.
 			clean := "env -i"
-			if name != "cgroup" {
+			if way.kind == guestv1.Containment_CONTAINMENT_PROCESS_GROUP {
 				clean = "env"
 			}
 			r := shell(fmt.Sprintf("trap '' TERM; (%s setsid sh -c \"trap '' TERM; (setsid sleep %s) & setsid sleep %s\" &) ; while :; do sleep %s; done", clean, seconds, seconds, seconds))
@@ -290,9 +291,9 @@ func TestAJobIsKilledWithItsWholeTree(t *testing.T) {
 }
 
 func TestStopTermsThenKills(t *testing.T) {
-	for name, change := range containments(t) {
+	for name, way := range containments(t) {
 		t.Run(name, func(t *testing.T) {
-			m := boot(t, change...)
+			m := way.boot(t)
 			for _, test := range []struct {
 				name, script string
 				grace        time.Duration
@@ -395,9 +396,9 @@ func TestFiftyStartsOfOneJobBeginItOnce(t *testing.T) {
 }
 
 func TestARestartKeepsOutcomesAndLosesWhatIsUnknown(t *testing.T) {
-	for name, change := range containments(t) {
+	for name, way := range containments(t) {
 		t.Run(name, func(t *testing.T) {
-			m := boot(t, change...)
+			m := way.boot(t)
 			boot1 := m.hello.GetBootId()
 			done := shell("echo kept; exit 9")
 			done.Durable = true
@@ -568,13 +569,19 @@ func TestFastOutputFillsNoMemory(t *testing.T) {
 	if status.GetStdout().GetTotalBytes() != 1e9 || status.GetOutcome().GetExitCode() != 0 {
 		t.Errorf("status %v", status)
 	}
-	resident, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", m.process.Process.Pid))
-	must(t, err)
-	pages, err := strconv.Atoi(strings.Fields(string(resident))[1])
-	must(t, err)
-	if mib := pages * os.Getpagesize() >> 20; mib > 100 {
+	if mib := m.residentMiB(); mib > 100 {
 		t.Errorf("the guest takes %d MiB", mib)
 	}
+}
+
+// residentMiB is the guest's memory.
+func (m *machine) residentMiB() int {
+	m.t.Helper()
+	resident, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", m.process.Process.Pid))
+	must(m.t, err)
+	pages, err := strconv.Atoi(strings.Fields(string(resident))[1])
+	must(m.t, err)
+	return pages * os.Getpagesize() >> 20
 }
 
 func TestADiskThatIsFullStopsNoJob(t *testing.T) {
@@ -775,9 +782,9 @@ func TestAJobWithoutReadersIsKilledAfterItsGrace(t *testing.T) {
 }
 
 func TestTheEndOfTheGuestIsTheEndOfItsJobs(t *testing.T) {
-	for name, change := range containments(t) {
+	for name, way := range containments(t) {
 		t.Run(name, func(t *testing.T) {
-			m := boot(t, change...)
+			m := way.boot(t)
 			seconds := unique()
 			m.begin(shell("trap '' TERM; setsid sleep " + seconds + " & while :; do sleep " + seconds + "; done"))
 			m.begin(shell("sleep " + seconds))
@@ -827,22 +834,56 @@ func TestAsPID1ItSeesOnlyItsMachineAndReapsItsOrphans(t *testing.T) {
 	}
 }
 
-// containments are the ways of keeping a job together that can be tried here.
-func containments(t *testing.T) map[string][]func(*guestv1.BootConfig) {
+// way is a way of keeping a job together.
+type way struct {
+	kind   guestv1.Containment
+	how    manner
+	change []func(*guestv1.BootConfig)
+}
+
+func (w way) boot(t *testing.T, change ...func(*guestv1.BootConfig)) *machine {
 	t.Helper()
-	all := map[string][]func(*guestv1.BootConfig){"process group": nil}
+	m := bootAs(t, w.how, append(slices.Clone(w.change), change...)...)
+	if got := m.hello.GetContainment(); got != w.kind {
+		t.Errorf("Hello says %v, want %v", got, w.kind)
+	}
+	return m
+}
+
+// containments are the ways of keeping a job together that can be tried here.
+func containments(t *testing.T) map[string]way {
+	t.Helper()
+	all := map[string]way{
+		"tag": {kind: guestv1.Containment_CONTAINMENT_TAG},
+		"process group": {
+			kind: guestv1.Containment_CONTAINMENT_PROCESS_GROUP,
+			how:  manner{script: `ulimit -x 1000; exec "$0"`}, // no room for a tag
+		},
+	}
+	if os.Getuid() == 0 {
+		all["tag, without root"] = way{
+			kind: guestv1.Containment_CONTAINMENT_TAG,
+			how:  manner{credential: &syscall.Credential{Uid: 65534, Gid: 65534}},
+		}
+	}
 	if dir := cgroupDir(t); dir != "" {
-		all["cgroup"] = []func(*guestv1.BootConfig){func(c *guestv1.BootConfig) { c.CgroupDir = dir }}
+		all["cgroup"] = way{
+			kind:   guestv1.Containment_CONTAINMENT_CGROUP,
+			change: []func(*guestv1.BootConfig){func(c *guestv1.BootConfig) { c.CgroupDir = dir }},
+		}
 	} else {
-		t.Log("no cgroup2 directory can be made here: only process groups are tried")
+		t.Log("no cgroup2 directory can be made here: that way is not tried")
 	}
 	return all
 }
 
+// firstContainment is the best way that can be tried here.
 func firstContainment(t *testing.T) []func(*guestv1.BootConfig) {
 	t.Helper()
-	all := containments(t)
-	return append(all["cgroup"], all["process group"]...)
+	if dir := cgroupDir(t); dir != "" {
+		return []func(*guestv1.BootConfig){func(c *guestv1.BootConfig) { c.CgroupDir = dir }}
+	}
+	return nil
 }
 
 var sleeps = 100000 + os.Getpid()%100000
@@ -856,11 +897,15 @@ func unique() string {
 func refusedFor(t *testing.T, m *machine, r *guestv1.StartRequest, reason string) {
 	t.Helper()
 	_, err := m.calls.Start(t.Context(), r)
-	st := status.Convert(err)
-	for _, detail := range st.Details() {
-		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetReason() == reason && info.GetDomain() == errorDomain && st.Code() == codes.FailedPrecondition {
-			return
+	wantRefusal(t, err, reason)
+}
+
+// reasonOf returns the reason in an error of this guest's, for programs.
+func reasonOf(err error) string {
+	for _, detail := range status.Convert(err).Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetDomain() == errorDomain {
+			return info.GetReason()
 		}
 	}
-	t.Errorf("got %v, want %s", err, reason)
+	return ""
 }

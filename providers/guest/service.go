@@ -32,6 +32,27 @@ func (s *service) Run(ctx context.Context, r *guestv1.RunRequest) (*guestv1.RunR
 	return answer(s.supervisor.Run(ctx, r))
 }
 
+// Attach stays with a job.
+func (s *service) Attach(stream guestv1.GuestService_AttachServer) error {
+	_, err := answer(&struct{}{}, s.supervisor.Attach(attachStream{stream}))
+	return err
+}
+
+// Input writes to a job's stdin.
+func (s *service) Input(ctx context.Context, r *guestv1.InputRequest) (*guestv1.InputResponse, error) {
+	return answer(s.supervisor.Input(ctx, r))
+}
+
+// CloseInput closes a job's stdin.
+func (s *service) CloseInput(_ context.Context, r *guestv1.CloseInputRequest) (*guestv1.CloseInputResponse, error) {
+	return answer(s.supervisor.CloseInput(r))
+}
+
+// Resize sets a terminal's size.
+func (s *service) Resize(_ context.Context, r *guestv1.ResizeRequest) (*guestv1.ResizeResponse, error) {
+	return answer(s.supervisor.Resize(r))
+}
+
 // Read returns output.
 func (s *service) Read(ctx context.Context, r *guestv1.ReadRequest) (*guestv1.ReadResponse, error) {
 	return answer(s.supervisor.Read(ctx, r))
@@ -69,6 +90,9 @@ func answer[R any](response *R, err error) (*R, error) {
 	}
 	var refusal *supervise.Refusal
 	if !errors.As(err, &refusal) {
+		if _, known := status.FromError(err); known {
+			return nil, err // the connection's own
+		}
 		return nil, status.FromContextError(err).Err()
 	}
 	st := status.New(codeOf(refusal.Kind), refusal.Text)

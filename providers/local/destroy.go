@@ -48,14 +48,18 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 }
 
 // hasRemnant reports whether something of a machine is left that has no directory any more: somebody
-// removed that behind our back, while its processes were held by its cgroup.
+// removed that behind our back, while its processes ran.
 func (p *Provider) hasRemnant(id string) bool {
-	here := p.host()
-	if here.noCgroup != "" || !name.MatchString(id) {
+	if !name.MatchString(id) {
 		return false
 	}
-	_, err := os.Lstat(filepath.Join(here.cgroupBase, id))
-	return err == nil
+	if here := p.host(); here.noCgroup == "" {
+		if _, err := os.Lstat(filepath.Join(here.cgroupBase, id)); err == nil {
+			return true
+		}
+	}
+	members, err := membersOf(id)
+	return err != nil || len(members) > 0
 }
 
 // removeRemnant removes what is left of a machine that has no directory: its cgroup with all
@@ -63,8 +67,10 @@ func (p *Provider) hasRemnant(id string) bool {
 func (p *Provider) removeRemnant(ctx context.Context, found providers.Machine) error {
 	if p.hasRemnant(found.ID) {
 		m := &machine{id: found.ID, dir: filepath.Join(p.dir, gonePrefix+found.ID), place: placeGone}
-		m.record.Cgroup = filepath.Join(p.host().cgroupBase, found.ID)
-		m.record.Isolation = isolationNamespace
+		if here := p.host(); here.noCgroup == "" {
+			m.record.Cgroup = filepath.Join(here.cgroupBase, found.ID)
+		}
+		m.record.Isolation = isolationNone
 		if err := p.killLeftovers(ctx, m, func() (bool, error) { return false, nil }); err != nil {
 			return err
 		}

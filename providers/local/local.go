@@ -172,6 +172,9 @@ func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
 	if here.noNamespaces != "" {
 		info.Isolation = providers.IsolationNone
 	}
+	if here.noCgroup == "" {
+		info.Capabilities = append(info.Capabilities, providers.CapSuspend)
+	}
 	if _, err := p.guestProgram(); err != nil {
 		info.Healthy, info.Message = false, err.Error()
 	}

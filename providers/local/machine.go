@@ -193,6 +193,8 @@ func (m *machine) state() (providers.MachineState, error) {
 	switch {
 	case err != nil:
 		return 0, err
+	case alive && m.frozen():
+		return providers.MachineSuspended, nil
 	case alive:
 		return providers.MachineRunning, nil
 	case m.record.Guest != nil:
@@ -200,6 +202,14 @@ func (m *machine) state() (providers.MachineState, error) {
 	default:
 		return providers.MachinePartial, nil
 	}
+}
+
+func (m *machine) frozen() bool {
+	if m.record.Cgroup == "" {
+		return false
+	}
+	frozen, err := cgroupFrozen(m.record.Cgroup)
+	return frozen && err == nil
 }
 
 // guestAlive asks the kernel: a guest that lives holds its lock. The recorded process is asked too,

@@ -16,10 +16,17 @@ import (
 // version is set by the build with -ldflags "-X main.version=…".
 var version string
 
+// heldInterrupts is how many signals wait to be looked at: the third already ends the process at once.
+const heldInterrupts = 3
+
 func main() {
-	// Two: the first cancels the call, the second exits.
-	interrupts := make(chan os.Signal, 2)
-	signal.Notify(interrupts, os.Interrupt, syscall.SIGTERM)
+	interrupts := make(chan os.Signal, heldInterrupts)
+	signal.Notify(interrupts, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	// Asked for, so that writing to a closed pipe fails, and a terminal is put back and a command ended,
+	// where it would kill this process.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	resized := make(chan os.Signal, 1) // the newest tells as much as all
+	notifyResized(resized)
 	os.Exit(cli.Run(context.Background(), cli.Process{
 		Args:           os.Args[1:],
 		LookupEnv:      os.LookupEnv,
@@ -29,6 +36,8 @@ func main() {
 		StdinTerminal:  isTerminal(os.Stdin),
 		StdoutTerminal: isTerminal(os.Stdout),
 		StderrTerminal: isTerminal(os.Stderr),
+		Terminal:       terminal(os.Stdin, os.Stdout, os.Stderr),
+		Resized:        resized,
 		Interrupts:     interrupts,
 		Exit:           os.Exit,
 		Version:        version,
@@ -36,3 +45,13 @@ func main() {
 }
 
 func isTerminal(file *os.File) bool { return term.IsTerminal(int(file.Fd())) }
+
+// terminal is the first of the streams that is one.
+func terminal(files ...*os.File) *os.File {
+	for _, file := range files {
+		if isTerminal(file) {
+			return file
+		}
+	}
+	return nil
+}

@@ -15,6 +15,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
+
+	"github.com/berth-sandbox/berth/providers/docker"
 )
 
 // version is set by the linker; without it the module's own is used.
@@ -33,10 +35,18 @@ type config struct {
 	Listen    []string      `yaml:"listen"`
 	Providers []string      `yaml:"provider"`
 	Guest     string        `yaml:"guest"`
+	Docker    dockerConfig  `yaml:",inline"`
 	LogFormat string        `yaml:"log-format"`
 	LogLevel  string        `yaml:"log-level"`
 	Retention time.Duration `yaml:"retention"`
 	file      string
+}
+
+// dockerConfig is what the docker provider may be told.
+type dockerConfig struct {
+	Host   string `yaml:"docker-host"`
+	Image  string `yaml:"docker-image"`
+	Bridge bool   `yaml:"docker-bridge"`
 }
 
 // bind declares the flags.
@@ -45,8 +55,11 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringVar(&c.State, "state", "", "directory of the ledger, the key and kept output (default $BERTH_STATE, else "+defaultState()+")")
 	flags.StringVar(&c.Run, "run", "", "short directory for sockets (default "+defaultRun()+")")
 	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://loopback:port; may be repeated (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
-	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local)")
+	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local, and docker where an engine answers)")
 	flags.StringVar(&c.Guest, "guest", "", "the berth-guest program (default: next to berthd)")
+	flags.StringVar(&c.Docker.Host, "docker-host", "", "address of the Docker Engine, unix:///path or tcp://host:port (default $DOCKER_HOST, else the local engine)")
+	flags.StringVar(&c.Docker.Image, "docker-image", docker.DefaultImage, "image of docker machines that name none")
+	flags.BoolVar(&c.Docker.Bridge, "docker-bridge", false, "reach docker machines through the engine also where they could dial out")
 	flags.StringVar(&c.file, "config", "", "YAML file with these same names; flags win over it")
 	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
 	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
@@ -93,7 +106,7 @@ func resolve(cmd *cobra.Command, flags config) (config, error) {
 		c.Listen = []string{"unix://" + filepath.Join(c.Run, "berthd.sock")}
 	}
 	if len(c.Providers) == 0 {
-		c.Providers = []string{"local"}
+		c.Providers = defaultProviders(cmd.Context(), c)
 	}
 	return c, c.check()
 }
@@ -136,6 +149,8 @@ func override(cmd *cobra.Command, c, flags config) config {
 		"listen": func() { c.Listen = flags.Listen }, "provider": func() { c.Providers = flags.Providers },
 		"guest": func() { c.Guest = flags.Guest }, "log-format": func() { c.LogFormat = flags.LogFormat },
 		"log-level": func() { c.LogLevel = flags.LogLevel }, "retention": func() { c.Retention = flags.Retention },
+		"docker-host": func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
+		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge },
 	} {
 		if given(name) {
 			take()

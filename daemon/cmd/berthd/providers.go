@@ -8,9 +8,12 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/docker"
+	"github.com/berth-sandbox/berth/providers/fake"
 	"github.com/berth-sandbox/berth/providers/local"
 )
 
@@ -20,6 +23,7 @@ type machinery struct {
 	brokerID string
 	guest    func(arch string) (string, error)
 	log      *slog.Logger
+	docker   dockerConfig
 }
 
 // provider is how one kind is made.
@@ -35,6 +39,41 @@ var known = []provider{
 			Dir: filepath.Join(m.state, "local"), BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
 		})
 	}},
+	{"docker", func(m machinery) (providers.Provider, error) {
+		if err := os.MkdirAll(filepath.Join(m.state, dockerMark), 0o700); err != nil {
+			return nil, err
+		}
+		return docker.New(docker.Options{
+			BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
+			Host: m.docker.Host, Image: m.docker.Image, Bridge: m.docker.Bridge,
+		})
+	}},
+	// For tests: machines that isolate nothing, and faults on purpose.
+	{"fake", func(m machinery) (providers.Provider, error) {
+		return fake.New(fake.Options{
+			Dir: filepath.Join(m.state, "fake"), BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
+		})
+	}},
+}
+
+const (
+	// dockerMark is the directory in the state that says that this broker has had docker machines.
+	dockerMark = "docker"
+	// engineTimeout is how long an engine may take to answer for docker to be a default.
+	engineTimeout = time.Second
+)
+
+// defaultProviders are those that are started when none is named: local, and docker where an engine
+// answers. A broker that has had docker once goes on having it, also while its engine is down: it may
+// have machines there.
+func defaultProviders(ctx context.Context, c config) []string {
+	ctx, cancel := context.WithTimeout(ctx, engineTimeout)
+	defer cancel()
+	_, err := os.Stat(filepath.Join(c.State, dockerMark))
+	if err == nil || docker.Answers(ctx, c.Docker.Host) == nil {
+		return []string{"local", "docker"}
+	}
+	return []string{"local"}
 }
 
 func providerNames() []string {

@@ -110,7 +110,7 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 	defer listeners.close()
 
 	started := startProviders(d.config.Providers, machinery{
-		state: d.config.State, brokerID: d.ledger.Instance(), guest: guest, log: d.log,
+		state: d.config.State, brokerID: d.ledger.Instance(), guest: guest, log: d.log, docker: d.config.Docker,
 	})
 	if err := d.wire(keys, started, sockets); err != nil {
 		return err

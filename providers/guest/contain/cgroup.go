@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -99,6 +100,10 @@ func (c *cgroups) Clear(ctx context.Context) []int {
 		}
 	}
 	return survivors
+}
+
+func (c *cgroups) Occupied(trees []Tree) []Tree {
+	return slices.DeleteFunc(slices.Clone(trees), Tree.Empty)
 }
 
 // Close removes the directories that can be removed, and the guest's own hold on them.
@@ -222,24 +227,11 @@ func (c *cgroups) try() error {
 		poll(context.Background(), removePatience, tree.remove)
 	}()
 	attr := &syscall.SysProcAttr{}
-	tree.Configure(attr)
-	// The guest itself is the one program that every machine has; "version" ends at once.
-	self, err := os.Executable()
+	pid, err := tree.Enclose(attr, func() (int, error) { return startProbe(attr) })
 	if err != nil {
-		return fmt.Errorf("find the guest's own program: %w", err)
+		return err
 	}
-	pid, err := syscall.ForkExec(self, []string{self, "version"}, &syscall.ProcAttr{Env: []string{}, Sys: attr})
-	if err != nil {
-		return fmt.Errorf("start a process in it: %w", err)
-	}
-	defer func() {
-		_ = syscall.Kill(pid, syscall.SIGKILL)
-		for {
-			if _, err := syscall.Wait4(pid, nil, 0, nil); !errors.Is(err, syscall.EINTR) {
-				return
-			}
-		}
-	}()
+	defer endProbe(pid)
 	if err := os.WriteFile(filepath.Join(tree.path, "cgroup.kill"), []byte("1"), 0); err != nil {
 		return fmt.Errorf("kill it: %w", err)
 	}
@@ -251,11 +243,13 @@ type cgroup struct {
 	owner *cgroups
 	path  string
 	fd    int
+	gone  atomic.Bool // the directory was removed, so nothing is in it for ever
 }
 
-func (g *cgroup) Configure(attr *syscall.SysProcAttr) {
+func (g *cgroup) Enclose(attr *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
 	attr.UseCgroupFD = true
 	attr.CgroupFD = g.fd
+	return fork()
 }
 
 // Started gives the descriptor back: nothing else is ever started here.
@@ -264,6 +258,9 @@ func (g *cgroup) Started(int) { g.close() }
 func (g *cgroup) LeaderReaped() {}
 
 func (g *cgroup) Empty() bool {
+	if g.gone.Load() {
+		return true
+	}
 	events, err := os.ReadFile(filepath.Join(g.path, "cgroup.events"))
 	if err != nil {
 		return errors.Is(err, fs.ErrNotExist)
@@ -326,7 +323,11 @@ func (g *cgroup) remove() bool {
 		}
 		err = unix.Rmdir(g.path)
 	}
-	return err == nil || errors.Is(err, fs.ErrNotExist)
+	removed := err == nil || errors.Is(err, fs.ErrNotExist)
+	if removed {
+		g.gone.Store(true)
+	}
+	return removed
 }
 
 // members returns the pids in the cgroup and in those below it, zombies aside.

@@ -1,6 +1,7 @@
 // Package contain keeps the processes of a job together, so that a kill takes all of them: by a
-// cgroup2 directory per job where the guest may make one, else by process group, descent and
-// environment. It starts nothing and reaps nothing, but for its own probe.
+// cgroup2 directory per job where the guest may make one, else by a tag that processes inherit,
+// besides process group, descent and environment. It starts nothing and reaps nothing, but for its
+// own probe.
 package contain
 
 import (
@@ -34,14 +35,16 @@ type Means interface {
 	// Clear kills everything that any job left, forgotten ones included, and returns the pids that
 	// would not go.
 	Clear(ctx context.Context) []int
+	// Occupied returns those of the trees that still have processes. It looks once for all of them.
+	Occupied(trees []Tree) []Tree
 	// Close ends the background work of the means. Trees are released before.
 	Close()
 }
 
 // Tree is the processes of one job.
 type Tree interface {
-	// Configure makes a fork land in the tree.
-	Configure(attr *syscall.SysProcAttr)
+	// Enclose makes fork, which uses attr, start its process in the tree, and returns its pid.
+	Enclose(attr *syscall.SysProcAttr, fork func() (int, error)) (int, error)
 	// Started tells the tree its leader. It is called before any of the calls below.
 	Started(pid int)
 	// LeaderReaped tells it that the leader's pid may belong to somebody else from now on.
@@ -59,18 +62,18 @@ type Tree interface {
 	Release()
 }
 
-// Probe finds the best means: a cgroup per job below cgroupDir where a trial succeeds, else process
-// groups. machineID marks the environment of this machine's jobs.
+// Probe finds the best means: a cgroup per job below cgroupDir where a trial succeeds, else tags,
+// else process groups. machineID marks the environment of this machine's jobs.
 func Probe(cgroupDir, machineID string, log *slog.Logger) Means {
 	if cgroupDir != "" {
 		means, err := newCgroups(cgroupDir, log)
 		if err == nil {
 			return means
 		}
-		log.Warn("no cgroup per job here; a kill takes the process group and what can be found of its descent",
+		log.Warn("no cgroup per job here; a kill takes what has the job's tag, group, descent or environment",
 			"cgroup_dir", cgroupDir, "error", err)
 	}
-	return &groups{machineID: machineID}
+	return newGroups(machineID)
 }
 
 // poll calls look with growing pauses until it returns true, or patience or ctx is over.

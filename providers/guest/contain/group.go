@@ -1,45 +1,86 @@
 package contain
 
 import (
-	"bytes"
 	"context"
 	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
-// groups knows a job's processes by its session and group, by descent from them, and by the job's
-// id in their environment. A daemon that left all three escapes.
-type groups struct{ machineID string }
+// freezePatience bounds how long a kill stops what it is going to kill. A storm of 1,800 processes
+// takes under a second.
+const freezePatience = 3 * time.Second
 
-func (m *groups) Kind() guestv1.Containment { return guestv1.Containment_CONTAINMENT_PROCESS_GROUP }
-
-func (m *groups) Prepare(jobID string) (Tree, error) {
-	return &group{marker: []byte(jobMarker + jobID)}, nil
+// groups knows a job's processes by a tag that they inherit, where there are tags, by its session
+// and group, by descent, and by the job's id in their environment. A daemon that left all of these
+// escapes.
+type groups struct {
+	machineID string
+	tags      *tags // nil where limits cannot be set or seen
 }
 
-// Clear kills every process that has this machine's id in its environment.
-func (m *groups) Clear(ctx context.Context) []int {
-	return (&group{marker: []byte(machineMarker + m.machineID)}).Kill(ctx)
+func newGroups(machineID string) *groups {
+	m := &groups{machineID: machineID}
+	if tags := newTags(machineID); tags.try() == nil {
+		m.tags = tags
+	}
+	return m
+}
+
+func (m *groups) Kind() guestv1.Containment {
+	if m.tags != nil {
+		return guestv1.Containment_CONTAINMENT_TAG
+	}
+	return guestv1.Containment_CONTAINMENT_PROCESS_GROUP
+}
+
+func (m *groups) Prepare(jobID string) (Tree, error) {
+	g := &group{means: m, jobID: jobID}
+	if m.tags != nil {
+		g.tag = m.tags.make()
+	}
+	return g, nil
+}
+
+// Clear kills every process that has this machine's tag, or its id in its environment.
+func (m *groups) Clear(ctx context.Context) []int { return (&group{means: m}).Kill(ctx) }
+
+func (m *groups) Occupied(trees []Tree) []Tree {
+	if len(trees) == 0 {
+		return nil
+	}
+	var occupied []Tree
+	all := look()
+	for _, tree := range trees {
+		if g, ours := tree.(*group); ours && len(g.among(all, nil)) > 0 {
+			occupied = append(occupied, tree)
+		}
+	}
+	return occupied
 }
 
 func (m *groups) Close() {}
 
-// group is the tree of one job.
+// group is the tree of one job, or of the whole machine when it names no job.
 type group struct {
-	marker []byte // "NAME=value" in the environment of each process
+	means *groups
+	jobID string
+	tag   tag // zero: none
 
 	mu     sync.Mutex
 	leader int  // its pid, session and group; 0 before the start
 	reaped bool // the leader's pid may be somebody else's
 }
 
-func (g *group) Configure(*syscall.SysProcAttr) {}
+func (g *group) Enclose(_ *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
+	if g.tag == 0 {
+		return fork()
+	}
+	return g.means.tags.enclose(g.tag, fork)
+}
 
 func (g *group) Started(pid int) {
 	g.mu.Lock()
@@ -53,52 +94,61 @@ func (g *group) LeaderReaped() {
 	g.mu.Unlock()
 }
 
-func (g *group) Empty() bool { return len(g.members(nil)) == 0 }
+func (g *group) Empty() bool { return len(g.among(look(), nil)) == 0 }
 
 func (g *group) Terminate() {
-	for _, pid := range g.members(nil) {
-		_ = syscall.Kill(pid, syscall.SIGTERM)
+	for _, p := range g.among(look(), nil) {
+		p.signal(syscall.SIGTERM)
 	}
 }
 
+// Kill stops the tree first, until a whole look finds nothing that still runs: what is stopped makes
+// no children, so nothing is left behind when the killing begins.
 func (g *group) Kill(ctx context.Context) []int {
-	// What was once found stays ours, by pid and start time: a child of a killed process is
-	// adopted by the guest, and its descent is gone.
+	// What was once found stays ours: a child of a killed process is adopted by the guest, and its
+	// descent is gone.
 	known := make(map[process]bool)
-	var left []int
+	g.freeze(ctx, known)
+	var left []process
 	poll(ctx, killPatience, func() bool {
-		left = g.members(known)
-		for _, pid := range left {
-			_ = syscall.Kill(pid, syscall.SIGKILL)
+		left = g.among(look(), known)
+		for _, p := range left {
+			p.signal(syscall.SIGKILL)
 		}
 		return len(left) == 0
 	})
-	return left
+	pids := make([]int, 0, len(left))
+	for _, p := range left {
+		pids = append(pids, p.pid)
+	}
+	return pids
+}
+
+func (g *group) freeze(ctx context.Context, known map[process]bool) {
+	stopped := make(map[process]bool)
+	for deadline := time.Now().Add(freezePatience); time.Now().Before(deadline) && ctx.Err() == nil; {
+		fresh := false
+		for _, p := range g.among(look(), known) {
+			if !stopped[p] {
+				p.signal(syscall.SIGSTOP)
+				stopped[p], fresh = true, true
+			}
+		}
+		if !fresh {
+			return
+		}
+	}
 }
 
 func (g *group) OOMKills() uint64 { return 0 }
 
 func (g *group) Release() {}
 
-// process is one process for all time.
-type process struct {
-	pid     int
-	started uint64 // clock ticks since boot
-}
-
-// processFacts is what a look at /proc says of a process.
-type processFacts struct {
-	process
-	parent, group, session int
-	zombie                 bool
-}
-
-// members returns the pids of the tree. known, which may be nil, is added to.
-func (g *group) members(known map[process]bool) []int {
+// among returns the processes of the tree, zombies aside. known, which may be nil, is added to.
+func (g *group) among(all []*facts, known map[process]bool) []process {
 	g.mu.Lock()
 	leader, reaped := g.leader, g.reaped
 	g.mu.Unlock()
-	all := processes()
 	if reaped {
 		for _, p := range all {
 			if p.pid == leader {
@@ -108,25 +158,25 @@ func (g *group) members(known map[process]bool) []int {
 			}
 		}
 	}
+	self := os.Getpid()
 	ours := make(map[int]bool)
 	for _, p := range all {
-		if p.pid == os.Getpid() {
+		if p.pid == self {
 			continue // the guest is nobody's job, and its other children are not descent
 		}
-		mine := known[p.process] || leader != 0 && (p.pid == leader || p.group == leader || p.session == leader)
-		if mine || g.marked(p.pid) {
+		if known[p.process] || leader != 0 && (p.pid == leader || p.group == leader || p.session == leader) || g.marked(p) {
 			ours[p.pid] = true
 		}
 	}
-	for grew := true; grew; {
+	for grew := len(ours) > 0; grew; {
 		grew = false
 		for _, p := range all {
-			if !ours[p.pid] && ours[p.parent] && p.pid != os.Getpid() {
+			if !ours[p.pid] && ours[p.parent] && p.pid != self {
 				ours[p.pid], grew = true, true
 			}
 		}
 	}
-	var pids []int
+	var members []process
 	for _, p := range all {
 		if !ours[p.pid] {
 			continue
@@ -135,75 +185,21 @@ func (g *group) members(known map[process]bool) []int {
 			known[p.process] = true
 		}
 		if !p.zombie {
-			pids = append(pids, p.pid)
+			members = append(members, p.process)
 		}
 	}
-	return pids
+	return members
 }
 
-func (g *group) marked(pid int) bool {
-	environment, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "environ"))
-	if err != nil {
-		return false
-	}
-	for entry := range bytes.SplitSeq(environment, []byte{0}) {
-		if bytes.Equal(entry, g.marker) {
-			return true
+// marked says whether a process has the tree's tag or, when it has no tag of anybody's, its marker.
+func (g *group) marked(p *facts) bool {
+	if g.means.tags != nil {
+		if t := p.readTag(); t.valid() {
+			return g.tag == t || g.jobID == "" && g.means.tags.ours(t)
 		}
 	}
-	return false
-}
-
-// processes returns every process that /proc shows, the guest's ancestors included.
-func processes() []processFacts {
-	proc, err := os.Open("/proc")
-	if err != nil {
-		return nil
+	if g.jobID == "" {
+		return p.readEnvironment().machine == g.means.machineID
 	}
-	names, _ := proc.Readdirnames(-1)
-	_ = proc.Close()
-	var all []processFacts
-	for _, name := range names {
-		pid, err := strconv.Atoi(name)
-		if err != nil {
-			continue
-		}
-		stat, err := os.ReadFile(filepath.Join("/proc", name, "stat"))
-		if err != nil {
-			continue
-		}
-		if p, ok := parseStat(pid, string(stat)); ok {
-			all = append(all, p)
-		}
-	}
-	return all
-}
-
-// parseStat reads proc(5)'s stat line; what counts begins after the name's closing bracket.
-func parseStat(pid int, line string) (processFacts, bool) {
-	_, rest, found := cutLast(line, ")")
-	f := strings.Fields(rest)
-	if !found || len(f) < 20 {
-		return processFacts{}, false
-	}
-	p := processFacts{process: process{pid: pid}, zombie: f[0] == "Z" || f[0] == "X"}
-	var errs [4]error
-	p.parent, errs[0] = strconv.Atoi(f[1])
-	p.group, errs[1] = strconv.Atoi(f[2])
-	p.session, errs[2] = strconv.Atoi(f[3])
-	p.started, errs[3] = strconv.ParseUint(f[19], 10, 64)
-	for _, err := range errs {
-		if err != nil {
-			return processFacts{}, false
-		}
-	}
-	return p, true
-}
-
-func cutLast(s, sep string) (before, after string, found bool) {
-	i := strings.LastIndex(s, sep)
-	if i < 0 {
-		return s, "", false
-	}
-	return s[:i], s[i+len(sep):], true
+	return p.readEnvironment().job == g.jobID
 }

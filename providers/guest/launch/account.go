@@ -35,6 +35,9 @@ func (a *account) credential() *syscall.Credential {
 // user has is allowed, as in containers; its group is then the same number.
 func (m *Machine) account(spec string) (*account, error) {
 	if spec == "" {
+		spec = m.user
+	}
+	if spec == "" {
 		return nil, nil //nolint:nilnil // no user is a real answer here
 	}
 	userName, groupName, withGroup := strings.Cut(spec, ":")

@@ -22,6 +22,8 @@ const (
 	defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 	// defaultHome is HOME where neither the machine nor a user gives one.
 	defaultHome = "/root"
+	// defaultTerm is TERM in a terminal where nobody names one.
+	defaultTerm = "xterm-256color"
 	// busyTries and busyPause bound how long a program that is open for writing is tried again. A
 	// fork elsewhere in the guest holds a just written program open until its own exec, well under
 	// a millisecond: 10 tries at 2 ms are plenty.
@@ -48,14 +50,15 @@ func (f *Failure) Error() string { return f.Reason }
 type Machine struct {
 	id        string
 	workspace string
+	user      string
 	env       map[string]string
 	plain     []string // env as a list, complete but for the job's id
 }
 
-// NewMachine returns a machine: its id, its default working directory (absolute) and the
-// environment beneath every command's own.
-func NewMachine(id, workspace string, env map[string]string) *Machine {
-	m := &Machine{id: id, workspace: workspace, env: maps.Clone(env)}
+// NewMachine returns a machine: its id, its default working directory (absolute), the user of
+// commands that name none (empty: the guest's own) and the environment beneath every command's own.
+func NewMachine(id, workspace, user string, env map[string]string) *Machine {
+	m := &Machine{id: id, workspace: workspace, user: user, env: maps.Clone(env)}
 	if m.env == nil {
 		m.env = make(map[string]string)
 	}
@@ -92,7 +95,7 @@ func (m *Machine) Resolve(command *guestv1.Command, jobID string) (*Program, err
 		p.Credential = account.credential()
 	}
 	var search string
-	p.Env, search = m.environment(command.GetEnv(), account, jobID)
+	p.Env, search = m.environment(command, account, jobID)
 	if command.GetShell() != "" {
 		p.Shell = Shell()
 		if p.Shell == "" {
@@ -168,8 +171,9 @@ func (m *Machine) directory(cwd string, a *account) (string, error) {
 }
 
 // environment returns the command's environment and its PATH.
-func (m *Machine) environment(own map[string]string, a *account, jobID string) (env []string, path string) {
-	if len(own) == 0 && a == nil {
+func (m *Machine) environment(command *guestv1.Command, a *account, jobID string) (env []string, path string) {
+	own, terminal := command.GetEnv(), command.GetTty() != nil
+	if len(own) == 0 && a == nil && !terminal {
 		env = make([]string, len(m.plain), len(m.plain)+1)
 		copy(env, m.plain)
 		return append(env, "BERTH_JOB_ID="+jobID), m.env["PATH"]
@@ -179,6 +183,9 @@ func (m *Machine) environment(own map[string]string, a *account, jobID string) (
 		all["HOME"], all["USER"], all["LOGNAME"] = a.home, a.name, a.name
 	}
 	maps.Copy(all, own)
+	if terminal {
+		setDefault(all, "TERM", defaultTerm)
+	}
 	// A kill finds the processes of a job by these where there is no better means.
 	all["BERTH_MACHINE_ID"] = m.id
 	all["BERTH_JOB_ID"] = jobID

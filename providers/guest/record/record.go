@@ -232,7 +232,8 @@ func (d *Directory) found(id string, durable bool) Found {
 	}
 	f.Record.JobId, f.Record.Durable = id, durable
 	status := &guestv1.Status{}
-	if err := read(filepath.Join(path, "status"), status); err == nil && status.GetDone() {
+	if err := read(filepath.Join(path, "status"), status); err == nil && status.GetJobId() == id && status.GetDone() && status.GetOutcome() != nil {
+		status.Durable = durable
 		f.Status = status
 	}
 	return f

@@ -12,6 +12,7 @@
 package spool
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -22,6 +23,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -40,6 +42,9 @@ const (
 	minSegments = 4
 	// maxRanges bounds the segments of a tail that a flapping disk has torn.
 	maxRanges = 32
+	// maxOffset bounds the offsets of segments that are found on disk, in bytes, so that no sum of two
+	// of them overflows.
+	maxOffset = 1 << 62
 )
 
 // Options say how a stream is kept.
@@ -69,6 +74,10 @@ type Stream struct {
 	writing   *os.File // the head or the last segment
 	files     bool     // there is, or may be, a file
 	changed   chan struct{}
+	marks     []mark
+	markGap   int64 // nanoseconds between marks
+	cursors   map[*Cursor]struct{}
+	room      chan struct{} // closed when a cursor moves on, if the writer waits
 }
 
 // segment is a piece of the tail.
@@ -101,24 +110,20 @@ func Reopen(options Options, facts *berthv1.OutputFacts) (*Stream, error) {
 	for _, entry := range entries {
 		name, found := strings.CutPrefix(entry.Name(), options.Name+".")
 		info, err := entry.Info()
-		if !found || err != nil || info.Size() <= 0 {
+		if !found || err != nil || !info.Mode().IsRegular() || info.Size() <= 0 {
 			continue
 		}
 		s.files = true
 		size := uint64(info.Size())
 		if name == "head" {
 			s.head = size
-		} else if from, err := strconv.ParseUint(name, 10, 64); err == nil {
+		} else if from, err := strconv.ParseUint(name, 10, 64); err == nil && from <= maxOffset && name == strconv.FormatUint(from, 10) {
 			s.tail = append(s.tail, segment{from, size})
 		}
 	}
-	slices.SortFunc(s.tail, func(a, b segment) int {
-		if a.from < b.from {
-			return -1
-		}
-		return 1
-	})
-	s.total = max(s.head, facts.GetTotalBytes())
+	slices.SortFunc(s.tail, func(a, b segment) int { return cmp.Compare(a.from, b.from) })
+	s.tail = disjoint(s.head, s.tail)
+	s.total = max(s.head, min(facts.GetTotalBytes(), maxOffset))
 	if len(s.tail) > 0 {
 		s.total = max(s.total, s.tail[len(s.tail)-1].to())
 	}
@@ -128,8 +133,20 @@ func Reopen(options Options, facts *berthv1.OutputFacts) (*Stream, error) {
 	return s, nil
 }
 
-// Append takes the next bytes of the stream. It keeps no hold of p.
-func (s *Stream) Append(p []byte) {
+// disjoint keeps the segments that begin where those before them have ended. No other was ever
+// written, but files can be anything.
+func disjoint(end uint64, tail []segment) []segment {
+	return slices.DeleteFunc(tail, func(t segment) bool {
+		if t.from < end {
+			return true
+		}
+		end = t.to()
+		return false
+	})
+}
+
+// Append takes the next bytes of the stream, which came at a time. It keeps no hold of p.
+func (s *Stream) Append(p []byte, when time.Time) {
 	if len(p) == 0 {
 		return
 	}
@@ -138,6 +155,7 @@ func (s *Stream) Append(p []byte) {
 	if s.sealed {
 		return
 	}
+	s.markTime(when)
 	rest := s.appendHead(p)
 	s.total += uint64(len(p) - len(rest))
 	s.appendTail(rest)
@@ -294,6 +312,16 @@ func (s *Stream) Sealed() bool {
 	return s.sealed
 }
 
+// EndAtExit returns the total when the command's leader had ended, and before that the total.
+func (s *Stream) EndAtExit() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.exitEnd != nil {
+		return *s.exitEnd
+	}
+	return s.total
+}
+
 // OnDisk says whether the stream may have files in its directory.
 func (s *Stream) OnDisk() bool {
 	s.mu.Lock()
@@ -378,49 +406,59 @@ func (s *Stream) Read(offset, limit uint64) (data []byte, nextKept uint64, err e
 	return data, nextKept, nil
 }
 
+// place is where an offset's bytes are.
+type place struct {
+	end          bool   // beyond the total
+	memory       []byte // the bytes, when they are in memory
+	name         string // of the file, when they are in one
+	from, length uint64 // the file's range
+	nextKept     uint64 // when they were dropped
+}
+
+// locate runs under the lock.
+func (s *Stream) locate(offset uint64) place {
+	switch {
+	case offset >= s.total:
+		return place{end: true}
+	case offset < s.head && s.memory != nil:
+		return place{memory: s.memory[offset:s.head:s.head]}
+	case offset < s.head:
+		return place{name: "head", length: s.head}
+	}
+	for _, t := range s.tail {
+		switch {
+		case offset < t.from:
+			return place{nextKept: t.from}
+		case offset < t.to():
+			return place{name: strconv.FormatUint(t.from, 10), from: t.from, length: t.length}
+		}
+	}
+	return place{nextKept: s.total}
+}
+
 // readPiece reads from one file or the memory. It opens the file under the lock, so that a segment
 // which is dropped meanwhile can still be read, and reads outside of it.
 func (s *Stream) readPiece(offset, limit uint64) (data []byte, nextKept uint64, err error) {
 	s.mu.Lock()
-	name, from, length := "", uint64(0), uint64(0)
-	switch {
-	case offset >= s.total:
+	at := s.locate(offset)
+	if at.name == "" {
 		s.mu.Unlock()
-		return nil, 0, nil
-	case offset < s.head && s.memory != nil:
-		data = s.memory[offset:min(s.head, offset+limit)]
-		s.mu.Unlock()
-		return data[:len(data):len(data)], 0, nil
-	case offset < s.head:
-		name, length = "head", s.head
-	default:
-		for _, t := range s.tail {
-			if offset < t.to() {
-				name, from, length = strconv.FormatUint(t.from, 10), t.from, t.length
-				break
-			}
-		}
+		data = at.memory[:min(uint64(len(at.memory)), limit)]
+		return data[:len(data):len(data)], at.nextKept, nil
 	}
-	if name == "" || offset < from {
-		if name == "" {
-			from = s.total
-		}
-		s.mu.Unlock()
-		return nil, from, nil
-	}
-	file, err := os.Open(s.path(name))
+	file, err := os.Open(s.path(at.name))
 	s.mu.Unlock()
 	if err != nil {
 		return nil, 0, fmt.Errorf("open spooled output: %w", err)
 	}
 	defer func() { _ = file.Close() }()
-	data = make([]byte, min(limit, from+length-offset))
-	n, err := file.ReadAt(data, int64(offset-from))
+	data = make([]byte, min(limit, at.from+at.length-offset))
+	n, err := file.ReadAt(data, int64(offset-at.from))
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, 0, fmt.Errorf("read spooled output %s: %w", file.Name(), err)
 	}
 	if n == 0 {
-		return nil, 0, fmt.Errorf("read spooled output %s at %d: %w", file.Name(), offset-from, io.ErrUnexpectedEOF)
+		return nil, 0, fmt.Errorf("read spooled output %s at %d: %w", file.Name(), offset-at.from, io.ErrUnexpectedEOF)
 	}
 	return data[:n], 0, nil
 }

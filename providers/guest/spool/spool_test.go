@@ -7,22 +7,26 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
+// noon is when everything is written here.
+var noon = time.Unix(1_700_000_000, 0)
+
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestASmallOutputInMemoryTouchesNoFile(t *testing.T) {
 	dir := t.TempDir()
 	s := New(Options{Dir: dir, Name: "stdout", Memory: true})
-	s.Append(bytes.Repeat([]byte("x"), memoryBytes))
+	s.Append(bytes.Repeat([]byte("x"), memoryBytes), noon)
 	if s.OnDisk() || files(t, dir) != 0 {
 		t.Error("a file was made")
 	}
-	s.Append([]byte("y"))
+	s.Append([]byte("y"), noon)
 	if !s.OnDisk() || files(t, dir) != 1 || s.MemoryBytes() != 0 {
 		t.Error("it did not move to disk")
 	}
@@ -49,7 +53,7 @@ func TestAnExcerptIsAllOrTheTwoEnds(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := New(Options{Dir: t.TempDir(), Name: "stdout", Memory: true})
-			s.Append([]byte("0123456789"))
+			s.Append([]byte("0123456789"), noon)
 			head, tail, offset, err := s.Excerpt(test.limit)
 			if err != nil || string(head) != test.head || string(tail) != test.tail || offset != test.offset {
 				t.Errorf("got %q, %q at %d, %v", head, tail, offset, err)
@@ -63,7 +67,7 @@ func TestAnExcerptOfATornOutputIsItsTwoEnds(t *testing.T) {
 	var all []byte
 	for i := range 100 {
 		all = append(all, byte(i), 'x', 'y', 'z')
-		s.Append(all[len(all)-4:])
+		s.Append(all[len(all)-4:], noon)
 	}
 	head, tail, offset, err := s.Excerpt(1000)
 	if err != nil || !bytes.Equal(head, all[:32]) || !bytes.Equal(tail, all[offset:]) || len(tail) < 16 || len(tail) > 32 {
@@ -73,7 +77,7 @@ func TestAnExcerptOfATornOutputIsItsTwoEnds(t *testing.T) {
 
 func TestWaitersWakeAtAppendAndSeal(t *testing.T) {
 	s := New(Options{Dir: t.TempDir(), Name: "stdout", Memory: true})
-	for _, change := range []func(){func() { s.Append([]byte("x")) }, s.Seal} {
+	for _, change := range []func(){func() { s.Append([]byte("x"), noon) }, s.Seal} {
 		changed, _, _ := s.Changed()
 		select {
 		case <-changed:
@@ -86,7 +90,7 @@ func TestWaitersWakeAtAppendAndSeal(t *testing.T) {
 	if _, total, sealed := s.Changed(); total != 1 || !sealed {
 		t.Errorf("total %d, sealed %v", total, sealed)
 	}
-	s.Append([]byte("late"))
+	s.Append([]byte("late"), noon)
 	if facts := s.Facts(); facts.GetTotalBytes() != 1 {
 		t.Error("a sealed stream grew")
 	}
@@ -107,7 +111,7 @@ func TestAStreamAgreesWithAModelWhateverIsWritten(t *testing.T) {
 			for i := range piece {
 				piece[i] = byte(random.Uint32())
 			}
-			s.Append(piece)
+			s.Append(piece, noon)
 			m.all = append(m.all, piece...)
 			if step == 40 {
 				s.MarkExit()
@@ -180,7 +184,7 @@ func (m *model) check(t *testing.T, seed uint64, s *Stream, limit uint64, random
 func TestADiskThatFailsDropsAndRecovers(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "later", "job")
 	s := New(Options{Dir: dir, Name: "stdout", Limit: 1 << 20})
-	s.Append([]byte("lost "))
+	s.Append([]byte("lost "), noon)
 	if facts := s.Facts(); facts.GetTotalBytes() != 5 || facts.GetDroppedBytes() != 5 || len(facts.GetKept()) != 0 {
 		t.Errorf("on a broken disk: %v", facts)
 	}
@@ -190,7 +194,7 @@ func TestADiskThatFailsDropsAndRecovers(t *testing.T) {
 	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	s.Append([]byte("kept"))
+	s.Append([]byte("kept"), noon)
 	if data, _, err := s.Read(5, 10); string(data) != "kept" || err != nil {
 		t.Errorf("read %q, %v", data, err)
 	}
@@ -203,8 +207,8 @@ func TestADiskThatFailsDropsAndRecovers(t *testing.T) {
 
 func TestMemoryThatCannotMoveToDiskIsKept(t *testing.T) {
 	s := New(Options{Dir: filepath.Join(t.TempDir(), "missing", "job"), Name: "stdout", Memory: true})
-	s.Append([]byte("first"))
-	s.Append(bytes.Repeat([]byte("x"), memoryBytes))
+	s.Append([]byte("first"), noon)
+	s.Append(bytes.Repeat([]byte("x"), memoryBytes), noon)
 	facts := s.Facts()
 	if len(facts.GetKept()) != 1 || facts.GetKept()[0].GetTo() != 5 || facts.GetDroppedBytes() != memoryBytes {
 		t.Errorf("facts %v", facts)
@@ -217,14 +221,14 @@ func TestMemoryThatCannotMoveToDiskIsKept(t *testing.T) {
 func TestATailThatADiskTearsStaysBounded(t *testing.T) {
 	dir := t.TempDir()
 	s := New(Options{Dir: dir, Name: "stdout", Limit: 1 << 20})
-	s.Append(make([]byte, 1<<19))
+	s.Append(make([]byte, 1<<19), noon)
 	for range 100 {
-		s.Append([]byte("kept"))
+		s.Append([]byte("kept"), noon)
 		s.mu.Lock()
 		s.closeWriter()
 		s.options.Dir = filepath.Join(dir, "missing", "job")
 		s.mu.Unlock()
-		s.Append([]byte("lost"))
+		s.Append([]byte("lost"), noon)
 		s.mu.Lock()
 		s.options.Dir = dir
 		s.mu.Unlock()

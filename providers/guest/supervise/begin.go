@@ -127,12 +127,13 @@ func validate(r *guestv1.StartRequest) (record.ULID, error) {
 	switch {
 	case (len(c.GetArgv()) == 0) == (c.GetShell() == ""):
 		return ulid, refuse(Invalid, "", "a command has exactly one of argv and shell")
-	case c.GetTty() != nil:
-		return ulid, refuse(Unsupported, "", "this guest has no terminals yet")
-	case c.GetStdin().GetOpen():
-		return ulid, refuse(Unsupported, "", "this guest keeps no stdin open yet")
 	case strings.Contains(c.GetShell()+c.GetCwd()+c.GetUser(), "\x00"):
 		return ulid, refuse(Invalid, "", "shell, cwd and user hold no NUL bytes")
+	}
+	if c.GetTty() != nil {
+		if err := checkSize(c.GetTty()); err != nil {
+			return ulid, err
+		}
 	}
 	for _, arg := range c.GetArgv() {
 		if strings.Contains(arg, "\x00") {
@@ -184,6 +185,7 @@ func (j *job) launch(c *guestv1.Command) *launch.Failure {
 	if err != nil {
 		return failureOf(err)
 	}
+	p.giveTerminal(program.Credential)
 	defer p.closeChildEnds()
 	tree, err := s.Means.Prepare(j.id)
 	if err != nil {
@@ -191,13 +193,17 @@ func (j *job) launch(c *guestv1.Command) *launch.Failure {
 		return failureOf(err)
 	}
 	attr := &syscall.SysProcAttr{Setsid: true}
-	tree.Configure(attr)
+	if p.terminal {
+		terminalAttributes(attr)
+	}
 
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	// gofail: var guestBeforeSpawn struct{}
 	// os.Exit(137)
-	pid, err := s.Reaper.Spawn(func() (int, error) { return program.Fork(p.child[:], attr) }, j.exited)
+	pid, err := s.Reaper.Spawn(func() (int, error) {
+		return tree.Enclose(attr, func() (int, error) { return program.Fork(p.child[:], attr) })
+	}, j.exited)
 	if err != nil {
 		tree.Release()
 		p.closeOurEnds()
@@ -207,10 +213,13 @@ func (j *job) launch(c *guestv1.Command) *launch.Failure {
 	// os.Exit(137)
 	tree.Started(pid)
 	p.closeChildEnds()
-	j.pid, j.tree, j.shell = pid, tree, program.Shell
+	j.pid, j.tree, j.shell, j.tty = pid, tree, program.Shell, p.terminal
+	if j.tty {
+		j.exiting = make(chan struct{})
+	}
 	j.startPumps(p)
 	offerToOOM(pid)
-	j.feed(p.stdin, c.GetStdin().GetData())
+	j.connectInput(p, c.GetStdin())
 	if timeout := positive(c.GetTimeout()); timeout > 0 {
 		j.timeout = s.after(timeout, func() {
 			j.endRunning(berthv1.Cause_CAUSE_TIMED_OUT, fmt.Sprintf("timed_out: after %v", timeout), j.killGrace)
@@ -227,18 +236,54 @@ func failureOf(err error) *launch.Failure {
 	return &launch.Failure{Reason: fmt.Sprintf("no_resources: %v", err), ExitCode: 126}
 }
 
-// plumbing is a command's pipes: our ends, which do not block, and the command's.
+// plumbing is a command's pipes or its terminal: our ends, which do not block, and the command's.
 type plumbing struct {
-	child   [3]uintptr
-	owned   []int // of child, those to close
-	outputs [2]int
-	stdin   int
+	child    [3]uintptr
+	owned    []int // of child, those to close
+	outputs  [2]int
+	stdin    int
+	terminal bool // outputs[0] is ours, for input as well
 }
 
 const noFile = -1
 
 func openPlumbing(null *os.File, c *guestv1.Command) (*plumbing, error) {
 	p := &plumbing{child: [3]uintptr{null.Fd()}, outputs: [2]int{noFile, noFile}, stdin: noFile}
+	var err error
+	if c.GetTty() != nil {
+		err = p.openTerminal(c.GetTty())
+	} else {
+		err = p.openPipes(c)
+	}
+	if err != nil {
+		p.closeChildEnds()
+		p.closeOurEnds()
+		return nil, err
+	}
+	return p, nil
+}
+
+func (p *plumbing) openTerminal(size *berthv1.TerminalSize) error {
+	ours, theirs, err := openTerminal(size)
+	if err != nil {
+		return err
+	}
+	p.terminal, p.outputs[0], p.owned = true, ours, []int{theirs}
+	for i := range p.child {
+		p.child[i] = uintptr(theirs)
+	}
+	return nil
+}
+
+// giveTerminal makes the terminal its user's, who may want to open it by name. The guest can where
+// it can run commands as others at all.
+func (p *plumbing) giveTerminal(user *syscall.Credential) {
+	if p.terminal && user != nil {
+		_ = unix.Fchown(p.owned[0], int(user.Uid), -1)
+	}
+}
+
+func (p *plumbing) openPipes(c *guestv1.Command) error {
 	for i := range streamNames {
 		if i == 1 && c.GetMergeStderr() {
 			p.child[2] = p.child[1]
@@ -246,26 +291,22 @@ func openPlumbing(null *os.File, c *guestv1.Command) (*plumbing, error) {
 		}
 		read, write, err := pipe()
 		if err != nil {
-			p.closeChildEnds()
-			p.closeOurEnds()
-			return nil, fmt.Errorf("open a pipe for output: %w", err)
+			return fmt.Errorf("open a pipe for output: %w", err)
 		}
 		p.outputs[i] = read
 		p.childEnd(1+i, write)
 		_ = unix.SetNonblock(read, true)
 	}
-	if len(c.GetStdin().GetData()) > 0 {
+	if c.GetStdin().GetOpen() || len(c.GetStdin().GetData()) > 0 {
 		read, write, err := pipe()
 		if err != nil {
-			p.closeChildEnds()
-			p.closeOurEnds()
-			return nil, fmt.Errorf("open a pipe for stdin: %w", err)
+			return fmt.Errorf("open a pipe for stdin: %w", err)
 		}
 		p.stdin = write
 		p.childEnd(0, read)
 		_ = unix.SetNonblock(write, true)
 	}
-	return p, nil
+	return nil
 }
 
 func pipe() (read, write int, err error) {
@@ -294,25 +335,35 @@ func (p *plumbing) closeOurEnds() {
 	}
 }
 
-// feed gives the command its input. What the pipe takes at once needs no goroutine.
-func (j *job) feed(fd int, data []byte) {
-	if fd == noFile {
+// connectInput gives the command its stdin: the given bytes, of which a pipe that takes them at once
+// needs no goroutine and no poller, or an open one. The job's lock is held, and nobody else knows
+// the input yet.
+func (j *job) connectInput(p *plumbing, stdin *berthv1.Stdin) {
+	data := stdin.GetData()
+	_, given := stdin.GetSource().(*berthv1.Stdin_Data)
+	switch {
+	case p.terminal:
+		j.input.open(j.pipes[0].file, true)
+	case stdin.GetOpen():
+		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false)
 		return
-	}
-	n, _ := unix.Write(fd, data)
-	if n = max(n, 0); n == len(data) {
-		j.inputOffset.Store(uint64(n))
-		_ = unix.Close(fd)
+	case p.stdin == noFile:
+		j.input.none(0)
 		return
+	default:
+		n, _ := unix.Write(p.stdin, data)
+		if n == len(data) {
+			j.input.none(n)
+			_ = unix.Close(p.stdin)
+			return
+		}
+		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false)
+		data = data[max(n, 0):]
+		j.input.received = uint64(max(n, 0))
 	}
-	j.inputOffset.Store(uint64(n))
-	j.stdin = os.NewFile(uintptr(fd), "stdin")
-	j.supervisor.work.Go(func() {
-		// A command that does not read its input is no failure.
-		more, _ := j.stdin.Write(data[n:])
-		j.inputOffset.Add(uint64(max(more, 0)))
-		_ = j.stdin.Close()
-	})
+	if given {
+		j.input.preload(j.supervisor, data)
+	}
 }
 
 // offerToOOM lets the kernel take the job before the guest. Where that is not allowed, it is not.

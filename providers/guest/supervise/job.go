@@ -43,21 +43,22 @@ type job struct {
 	refused error         // set before begun is closed, when it did not begin
 	done    chan struct{} // closed when its outcome is known, and on disk if it is durable
 	sealed  chan struct{} // closed when both streams have ended
+	exiting chan struct{} // of a job with a terminal: closed when its leader has ended
 
-	element     *list.Element // table.mu
-	cursor      atomic.Uint64
-	grown       atomic.Bool  // its growth will be announced
-	dropped     atomic.Bool  // it was forgotten
-	inMemory    atomic.Int64 // bytes of its output, counted in Supervisor.memory
-	inputOffset atomic.Uint64
+	element  *list.Element // table.mu
+	cursor   atomic.Uint64
+	grown    atomic.Bool  // its growth will be announced
+	dropped  atomic.Bool  // it was forgotten
+	inMemory atomic.Int64 // bytes of its output, counted in Supervisor.memory
+	input    input
 
 	mu           sync.Mutex
 	pid          int
 	tree         contain.Tree
 	shell        string
+	tty          bool
 	pipes        [2]outlet
-	open         int      // pipes that have not ended
-	stdin        *os.File // while input is fed
+	open         int // pipes that have not ended
 	exit         *reap.Exit
 	timeout      *timer
 	draining     *timer
@@ -105,6 +106,7 @@ func (j *job) pump(i int) {
 	outlet, stream, buffers := &j.pipes[i], j.streams[i], &smallBuffers
 	conn, err := outlet.file.SyscallConn()
 	ended := err != nil
+	unused := false // a terminal that no process has open
 	take := func(fd uintptr) bool {
 		buffer := buffers.Get().(*[]byte)
 		defer buffers.Put(buffer)
@@ -115,13 +117,18 @@ func (j *job) pump(i int) {
 				continue
 			case errors.Is(err, unix.EAGAIN):
 				return false
+			case errors.Is(err, unix.EIO) && j.tty:
+				unused = true
+				return true
 			case err != nil || n == 0:
 				ended = true
 				return true
 			}
 			outlet.busy.Store(true)
-			stream.Append((*buffer)[:n])
-			outlet.last.Store(time.Now().UnixNano())
+			stream.Pace(n)
+			now := time.Now()
+			stream.Append((*buffer)[:n], now)
+			outlet.last.Store(now.UnixNano())
 			outlet.busy.Store(false)
 			j.supervisor.grew(j)
 			if n == smallRead && buffers == &smallBuffers {
@@ -136,10 +143,32 @@ func (j *job) pump(i int) {
 		if err := conn.Read(take); err != nil {
 			ended = true // closed under us: the job was killed
 		}
+		if unused {
+			unused = false
+			ended = ended || !j.mayReopen()
+		}
 	}
 	_ = outlet.file.Close()
 	stream.Seal()
 	j.streamEnded()
+}
+
+// mayReopen waits a moment and says whether a terminal that no process has open may come into use
+// again: for as long as the leader runs, which may open it by name. To close our end before would hang
+// up on a leader that closes its files and then exits.
+func (j *job) mayReopen() bool {
+	select {
+	case <-j.exiting:
+		return false
+	default:
+	}
+	pause := time.NewTimer(reopenLook)
+	defer pause.Stop()
+	select {
+	case <-j.exiting: // what it wrote last is still to be read
+	case <-pause.C:
+	}
+	return true
 }
 
 func (j *job) streamEnded() {
@@ -180,6 +209,9 @@ func (j *job) exited(exit reap.Exit) {
 	j.endTime = exit.Time
 	j.tree.LeaderReaped()
 	j.timeout.stop()
+	if j.tty {
+		close(j.exiting)
+	}
 	slow := j.durable
 	j.mu.Unlock()
 	if slow {
@@ -267,6 +299,7 @@ func (j *job) complete() {
 	outcome := j.judge()
 	killed := j.stop != nil
 	j.mu.Unlock()
+	j.input.abandon()
 	if killed {
 		j.closePipes() // what escaped the kill is not listened to any more
 	}
@@ -282,6 +315,7 @@ func (j *job) failToStart(failure *launch.Failure) {
 		stream.Seal()
 		stream.MarkExit()
 	}
+	j.input.none(0)
 	close(j.sealed)
 	j.mu.Lock()
 	j.completing = true
@@ -339,7 +373,7 @@ func (j *job) idle() <-chan struct{} {
 	return j.done
 }
 
-// closePipes ends the pumps, and the feeding of input.
+// closePipes ends the pumps and, with the job's terminal, the feeding of its input.
 func (j *job) closePipes() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -347,9 +381,6 @@ func (j *job) closePipes() {
 		if j.pipes[i].file != nil {
 			_ = j.pipes[i].file.Close()
 		}
-	}
-	if j.stdin != nil {
-		_ = j.stdin.Close()
 	}
 }
 
@@ -413,6 +444,7 @@ func (j *job) status() *guestv1.Status {
 		status.Stdout, status.Stderr = j.streams[0].Facts(), j.streams[1].Facts()
 		return status
 	}
+	taken, closed, _ := j.input.state()
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	status := &guestv1.Status{
@@ -428,8 +460,8 @@ func (j *job) status() *guestv1.Status {
 		Durable:     j.durable,
 		Cursor:      j.cursor.Load(),
 		Pid:         uint32(j.pid),
-		InputOffset: j.inputOffset.Load(),
-		InputClosed: true,
+		InputOffset: taken,
+		InputClosed: closed,
 	}
 	if j.outcome != nil {
 		status.EndTime = timestamppb.New(j.endTime)

@@ -64,14 +64,13 @@ func excerpt(stream *spool.Stream, limit uint64) (*guestv1.Output, error) {
 	return &guestv1.Output{Head: head, Tail: tail, TailOffset: offset}, nil
 }
 
-// Wait answers when the job is done, or the wait is over.
+// Wait answers when the job is done, or the wait is over. Who only waits is no reader: the broker
+// itself waits for commands whose caller went away, and that must not keep them alive.
 func (s *Supervisor) Wait(ctx context.Context, r *guestv1.WaitRequest) (*guestv1.WaitResponse, error) {
 	j, err := s.find(r.GetJobId())
 	if err != nil {
 		return nil, err
 	}
-	detach := j.attach()
-	defer detach()
 	if over, cancel := wait(r.GetWait().AsDuration()); over != nil {
 		defer cancel()
 		select {

@@ -21,6 +21,10 @@ const (
 	ReasonForgotten       = "FORGOTTEN"
 	ReasonExpired         = "EXPIRED"
 	ReasonStopping        = "STOPPING"
+	ReasonInputTaken      = "INPUT_TAKEN"
+	ReasonInputClosed     = "INPUT_CLOSED"
+	ReasonInputMissing    = "INPUT_MISSING"
+	ReasonNoTerminal      = "NO_TERMINAL"
 )
 
 // Refusal is an error whose kind the caller acts on.

@@ -16,6 +16,8 @@ const (
 	// firstLook and lastLook bound the pauses between looks whether a tree has ended after TERM.
 	firstLook = time.Millisecond
 	lastLook  = 50 * time.Millisecond
+	// maxSignal is the greatest signal's number.
+	maxSignal = 64
 )
 
 // stop is one end of a job's tree, shared by all who ask for it meanwhile.
@@ -153,11 +155,14 @@ func (j *job) kill(st *stop) []uint32 {
 	return survivors
 }
 
-// StopJob ends a job and answers when nothing of it is left, or what is left is known.
+// StopJob ends a job and answers when nothing of it is left, or what is left is known. It finds a
+// forgotten job, too, for as long as something of it runs.
 func (s *Supervisor) StopJob(ctx context.Context, r *guestv1.StopRequest) (*guestv1.StopResponse, error) {
 	j, err := s.find(r.GetJobId())
 	if err != nil {
-		return nil, err
+		if j = s.table.findLeft(r.GetJobId()); j == nil || j.tree.Empty() {
+			return nil, err
+		}
 	}
 	grace := j.killGrace
 	if r.GetGrace() != nil {
@@ -185,22 +190,30 @@ func (s *Supervisor) StopJob(ctx context.Context, r *guestv1.StopRequest) (*gues
 // Signal sends a signal to the process group of a job whose leader runs; to another it does
 // nothing.
 func (s *Supervisor) Signal(r *guestv1.SignalRequest) (*guestv1.SignalResponse, error) {
-	if r.GetSignal() < 1 || r.GetSignal() > 64 {
-		return nil, refuse(Invalid, "", "%d is no signal: want 1 to 64", r.GetSignal())
-	}
 	j, err := s.find(r.GetJobId())
 	if err != nil {
 		return nil, err
 	}
+	if err := j.signal(r.GetSignal()); err != nil {
+		return nil, err
+	}
+	return &guestv1.SignalResponse{Status: j.status()}, nil
+}
+
+func (j *job) signal(number uint32) error {
+	if number < 1 || number > maxSignal {
+		return refuse(Invalid, "", "%d is no signal: want 1 to %d", number, maxSignal)
+	}
 	j.mu.Lock()
 	pid := j.pid
 	j.mu.Unlock()
-	if pid != 0 {
-		if _, err := s.Reaper.SignalGroup(pid, unix.Signal(r.GetSignal())); err != nil {
-			return nil, refuse(Failed, "", "signal job %s: %v", j.id, err)
-		}
+	if pid == 0 {
+		return nil
 	}
-	return &guestv1.SignalResponse{Status: j.status()}, nil
+	if _, err := j.supervisor.Reaper.SignalGroup(pid, unix.Signal(number)); err != nil {
+		return refuse(Failed, "", "signal job %s: %v", j.id, err)
+	}
+	return nil
 }
 
 // find returns a job that has begun.

@@ -39,6 +39,8 @@ const (
 	smallRead = 64 << 10
 	largeRead = 256 << 10
 	pipeSize  = 1 << 20
+	// reopenLook is between looks at a terminal that no process has open while its leader runs.
+	reopenLook = 50 * time.Millisecond
 	// memoryBudget bounds the output of finished jobs that is in memory, in bytes. Beyond it, new
 	// jobs spool to disk.
 	memoryBudget = 8 << 20
@@ -57,6 +59,10 @@ const (
 	runOutputMost = 1 << 20
 	// forgetMost bounds the ids of one Forget.
 	forgetMost = 1000
+	// firstLeftLook and lastLeftLook bound the pauses between looks whether something of the forgotten
+	// jobs still runs; a look may read all of /proc.
+	firstLeftLook = 250 * time.Millisecond
+	lastLeftLook  = 30 * time.Second
 	// jobOOMScore makes the kernel take a job before the guest.
 	jobOOMScore = "500"
 )
@@ -67,6 +73,7 @@ type Config struct {
 	Generation uint64
 	BootID     string
 	Workspace  string            // absolute
+	User       string            // of commands that name none; empty: the guest's own
 	Env        map[string]string // beneath every command's own
 	Records    *record.Directory
 	Means      contain.Means
@@ -101,7 +108,7 @@ func New(config Config) (*Supervisor, error) {
 	}
 	s := &Supervisor{
 		Config:   config,
-		machine:  launch.NewMachine(config.MachineID, config.Workspace, config.Env),
+		machine:  launch.NewMachine(config.MachineID, config.Workspace, config.User, config.Env),
 		null:     null,
 		ended:    make(chan struct{}),
 		removals: make(chan *job, removalsQueued),
@@ -146,9 +153,10 @@ func (s *Supervisor) Stop(ctx context.Context) {
 // Close waits for all that the supervisor began. It comes after Stop, and after the last call.
 func (s *Supervisor) Close() error {
 	close(s.ended)
-	s.table.cancelGrowth()
+	s.table.cancelTimers()
 	for _, j := range s.table.all() {
 		j.closePipes()
+		j.input.abandon()
 		j.cancelTimers()
 	}
 	s.work.Wait()
@@ -213,6 +221,7 @@ func (s *Supervisor) reopen(f record.Found) (*job, error) {
 		}
 	}
 	j := &job{supervisor: s, id: status.GetJobId(), ulid: ulid, past: status, durable: status.GetDurable(), begun: closed, done: closed, sealed: closed}
+	j.input.none(int(status.GetInputOffset()))
 	dir := s.Records.OutputDir(j.id, j.durable)
 	facts := []*berthv1.OutputFacts{status.GetStdout(), status.GetStderr()}
 	for i, name := range streamNames {
@@ -257,10 +266,14 @@ func (s *Supervisor) removeForgotten() {
 	}
 }
 
-// remove removes what a forgotten job has on disk. Its entry goes last.
+// remove removes what a forgotten job has on disk and in memory. Its entry goes last.
 func (s *Supervisor) remove(j *job) {
 	var err error
-	if !j.durable && j.onDisk() {
+	onDisk := j.onDisk()
+	for _, stream := range j.streams {
+		stream.Discard()
+	}
+	if !j.durable && onDisk {
 		err = s.Records.RemoveOutput(j.id)
 	}
 	if err = errors.Join(err, s.Records.Remove(j.id)); err != nil {

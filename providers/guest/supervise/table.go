@@ -8,6 +8,7 @@ import (
 	"time"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/record"
 )
 
@@ -18,8 +19,14 @@ type table struct {
 	order   list.List // of *job, by cursor
 	cursor  uint64
 	changed chan struct{}     // closed at the next change, if anyone waits
+	durable chan struct{}     // likewise, of a durable job
 	grown   map[*job]struct{} // since the last announcement of growth
 	growth  *timer
+
+	// Forgotten jobs of which something may run, by id, and the next look whether it does.
+	left      map[string]*job
+	look      *timer
+	lookAfter time.Duration
 }
 
 func (t *table) find(id string) *job {
@@ -78,6 +85,10 @@ func (t *table) announce(jobs ...*job) {
 		close(t.changed)
 		t.changed = nil
 	}
+	if t.durable != nil && slices.ContainsFunc(jobs, func(j *job) bool { return j.durable }) {
+		close(t.durable)
+		t.durable = nil
+	}
 }
 
 // grew tells that a job's output grew, within growthEvery.
@@ -113,15 +124,16 @@ func (s *Supervisor) announceGrowth() {
 	t.announce(jobs...)
 }
 
-func (t *table) cancelGrowth() {
+func (t *table) cancelTimers() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.growth.stop()
+	t.look.stop()
 }
 
-// changes returns at most limit jobs that changed after a cursor, in order, and what to wait for
-// when there are none.
-func (t *table) changes(since uint64, limit int) (jobs []*job, next uint64, more bool, changed <-chan struct{}) {
+// changes returns at most limit jobs, or durable jobs only, that changed after a cursor, in order,
+// and what to wait for when there are none.
+func (t *table) changes(since uint64, limit int, durableOnly bool) (jobs []*job, next uint64, more bool, changed <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if since > t.cursor {
@@ -132,7 +144,9 @@ func (t *table) changes(since uint64, limit int) (jobs []*job, next uint64, more
 		if j.cursor.Load() <= since {
 			break
 		}
-		jobs = append(jobs, j)
+		if j.durable || !durableOnly {
+			jobs = append(jobs, j)
+		}
 	}
 	slices.Reverse(jobs)
 	if more = len(jobs) > limit; more {
@@ -142,10 +156,14 @@ func (t *table) changes(since uint64, limit int) (jobs []*job, next uint64, more
 	if more {
 		next = jobs[limit-1].cursor.Load()
 	}
-	if t.changed == nil {
-		t.changed = make(chan struct{})
+	awaited := &t.changed
+	if durableOnly {
+		awaited = &t.durable
 	}
-	return jobs, next, more, t.changed
+	if *awaited == nil {
+		*awaited = make(chan struct{})
+	}
+	return jobs, next, more, *awaited
 }
 
 // List answers with what changed since a cursor, waiting for a change if there is none.
@@ -157,7 +175,7 @@ func (s *Supervisor) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1
 	over, cancel := wait(r.GetWait().AsDuration())
 	defer cancel()
 	for {
-		jobs, next, more, changed := s.table.changes(r.GetSinceCursor(), limit)
+		jobs, next, more, changed := s.table.changes(r.GetSinceCursor(), limit, r.GetDurableOnly())
 		if len(jobs) == 0 && over != nil {
 			select {
 			case <-changed:
@@ -212,6 +230,7 @@ func (s *Supervisor) forget(jobs ...*job) error {
 	}
 	for _, j := range jobs {
 		s.table.drop(j)
+		s.leave(j)
 		if j.dropped.CompareAndSwap(false, true) {
 			s.memory.Add(-j.inMemory.Load())
 		}
@@ -226,6 +245,57 @@ func (s *Supervisor) forget(jobs ...*job) error {
 		}
 	}
 	return nil
+}
+
+// leave keeps a forgotten job findable for Stop, as long as something of it runs. Whether it does is
+// looked at later, for all that were forgotten meanwhile at once.
+func (s *Supervisor) leave(j *job) {
+	if j.tree == nil {
+		return
+	}
+	t := &s.table
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.left == nil {
+		t.left = make(map[string]*job)
+	}
+	t.left[j.id] = j
+	if t.look == nil {
+		t.lookAfter = firstLeftLook
+		t.look = s.after(t.lookAfter, s.lookAtLeft)
+	}
+}
+
+func (t *table) findLeft(id string) *job {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.left[id]
+}
+
+// lookAtLeft drops the forgotten jobs of which nothing runs any more.
+func (s *Supervisor) lookAtLeft() {
+	t := &s.table
+	t.mu.Lock()
+	jobs := make(map[contain.Tree]*job, len(t.left))
+	trees := make([]contain.Tree, 0, len(t.left))
+	for _, j := range t.left {
+		jobs[j.tree] = j
+		trees = append(trees, j.tree)
+	}
+	t.mu.Unlock()
+	for _, tree := range s.Means.Occupied(trees) {
+		delete(jobs, tree)
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, j := range jobs {
+		delete(t.left, j.id)
+	}
+	t.look = nil
+	if len(t.left) > 0 {
+		t.lookAfter = min(2*t.lookAfter, lastLeftLook)
+		t.look = s.after(t.lookAfter, s.lookAtLeft)
+	}
 }
 
 // wait returns a channel that fires after d; nil when there is nothing to wait for.

@@ -50,6 +50,12 @@ const (
 	// The process group and what still descends from the leader: a daemon that made its own session
 	// and lost its parent escapes until the machine is destroyed.
 	Containment_CONTAINMENT_PROCESS_GROUP Containment = 4
+	// A mark that every process of a job inherits (the soft limit RLIMIT_LOCKS, which Linux does not
+	// use), besides session, group and descent: it stays through fork, exec, setsid and a cleared
+	// environment, and a kill stops the whole tree before it takes it. It is lost where a program sets
+	// the limit anew: su and runuser through pam_limits, or on purpose. What lost it escapes if it also
+	// left the job's session and lost its parent before the kill looked.
+	Containment_CONTAINMENT_TAG Containment = 5
 )
 
 // Enum value maps for Containment.
@@ -60,6 +66,7 @@ var (
 		2: "CONTAINMENT_PID_NAMESPACE",
 		3: "CONTAINMENT_SHIM",
 		4: "CONTAINMENT_PROCESS_GROUP",
+		5: "CONTAINMENT_TAG",
 	}
 	Containment_value = map[string]int32{
 		"CONTAINMENT_UNSPECIFIED":   0,
@@ -67,6 +74,7 @@ var (
 		"CONTAINMENT_PID_NAMESPACE": 2,
 		"CONTAINMENT_SHIM":          3,
 		"CONTAINMENT_PROCESS_GROUP": 4,
+		"CONTAINMENT_TAG":           5,
 	}
 )
 
@@ -495,9 +503,9 @@ type Command struct {
 	Env map[string]string `protobuf:"bytes,4,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// User name or uid, optionally ":" and a group; empty is the guest's own.
 	User string `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`
-	// Standard input: none when absent.
+	// Standard input: none when absent, or with tty the terminal, open.
 	Stdin *v1.Stdin `protobuf:"bytes,6,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	// Run in a terminal of this size.
+	// Run in a terminal of this size; stdout then holds all that comes from it.
 	Tty *v1.TerminalSize `protobuf:"bytes,7,opt,name=tty,proto3" json:"tty,omitempty"`
 	// Send stderr into stdout.
 	MergeStderr bool `protobuf:"varint,8,opt,name=merge_stderr,json=mergeStderr,proto3" json:"merge_stderr,omitempty"`
@@ -1367,7 +1375,10 @@ func (x *AttachOpen) GetStreams() []v1.Stream {
 	return nil
 }
 
-// AttachInput is a piece of stdin.
+// AttachInput is a piece of stdin. Bytes that were taken already are not taken again; a gap is refused
+// with INVALID_ARGUMENT. As long as at most 1 MiB is sent beyond what was acknowledged, input that the
+// command does not read holds up no signal and no size behind it. Bytes for a command that closed its
+// stdin, or has ended, are acknowledged and dropped.
 type AttachInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Offset of its first byte.
@@ -4742,13 +4753,14 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\adurable\x18\x04 \x01(\bR\adurable\x12;\n" +
 	"\vaccept_time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"acceptTime\x12,\n" +
-	"\x12output_limit_bytes\x18\x06 \x01(\x04R\x10outputLimitBytes*\x96\x01\n" +
+	"\x12output_limit_bytes\x18\x06 \x01(\x04R\x10outputLimitBytes*\xab\x01\n" +
 	"\vContainment\x12\x1b\n" +
 	"\x17CONTAINMENT_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12CONTAINMENT_CGROUP\x10\x01\x12\x1d\n" +
 	"\x19CONTAINMENT_PID_NAMESPACE\x10\x02\x12\x14\n" +
 	"\x10CONTAINMENT_SHIM\x10\x03\x12\x1d\n" +
-	"\x19CONTAINMENT_PROCESS_GROUP\x10\x042\xc1\b\n" +
+	"\x19CONTAINMENT_PROCESS_GROUP\x10\x04\x12\x13\n" +
+	"\x0fCONTAINMENT_TAG\x10\x052\xc1\b\n" +
 	"\fGuestService\x12D\n" +
 	"\x05Hello\x12\x1c.berth.guest.v1.HelloRequest\x1a\x1d.berth.guest.v1.HelloResponse\x12D\n" +
 	"\x05Start\x12\x1c.berth.guest.v1.StartRequest\x1a\x1d.berth.guest.v1.StartResponse\x12>\n" +

@@ -64,16 +64,27 @@ type GuestServiceClient interface {
 	// Run is Start, Wait and the first and last bytes of both streams in one call, for short
 	// attached commands. When the connection breaks, the job's disconnect rule holds.
 	Run(ctx context.Context, in *RunRequest, opts ...grpc.CallOption) (*RunResponse, error)
-	// Attach sends output from given offsets as it comes, and takes input, sizes and signals.
+	// Attach sends output from given offsets as it comes, and takes input, sizes and signals. It ends
+	// with the job, or with until_sealed when its output is sealed; a half-close by the caller ends
+	// nothing, and is no end of stdin. Input: see AttachInput. Errors: NOT_FOUND; INVALID_ARGUMENT for
+	// a message that makes no sense; FAILED_PRECONDITION with reason INPUT_TAKEN for input or a size
+	// from one whose input another took over, INPUT_CLOSED for bytes behind the end of stdin,
+	// NO_TERMINAL for a size where there is no terminal; and those of Start.
 	Attach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachRequest, AttachResponse], error)
-	// Read returns bytes of one stream from an offset. Errors: NOT_FOUND; OUT_OF_RANGE for an offset
-	// that was dropped.
+	// Read returns bytes of one stream from an offset. For an offset that was dropped there are none, and
+	// next_kept says where to go on. Errors: NOT_FOUND.
 	Read(ctx context.Context, in *ReadRequest, opts ...grpc.CallOption) (*ReadResponse, error)
-	// Input writes to a job's stdin at an offset; bytes already taken are not taken again.
+	// Input writes to a job's stdin at an offset; bytes already taken are not taken again. It takes what
+	// there is room for (1 MiB waits for the command), which after a second may be nothing. Errors:
+	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
+	// owns the input, INPUT_CLOSED.
 	Input(ctx context.Context, in *InputRequest, opts ...grpc.CallOption) (*InputResponse, error)
-	// CloseInput closes a job's stdin; a second one succeeds.
+	// CloseInput closes a job's stdin; a second one succeeds. Errors: NOT_FOUND; INVALID_ARGUMENT for an
+	// offset before what was taken; FAILED_PRECONDITION with reason INPUT_MISSING when not all of it was
+	// taken, INPUT_TAKEN.
 	CloseInput(ctx context.Context, in *CloseInputRequest, opts ...grpc.CallOption) (*CloseInputResponse, error)
-	// Resize sets the size of a job's terminal.
+	// Resize sets the size of a job's terminal. Errors: NOT_FOUND; INVALID_ARGUMENT;
+	// FAILED_PRECONDITION with reason NO_TERMINAL, INPUT_TAKEN.
 	Resize(ctx context.Context, in *ResizeRequest, opts ...grpc.CallOption) (*ResizeResponse, error)
 	// Signal sends one signal to a job's process group.
 	Signal(ctx context.Context, in *SignalRequest, opts ...grpc.CallOption) (*SignalResponse, error)
@@ -273,16 +284,27 @@ type GuestServiceServer interface {
 	// Run is Start, Wait and the first and last bytes of both streams in one call, for short
 	// attached commands. When the connection breaks, the job's disconnect rule holds.
 	Run(context.Context, *RunRequest) (*RunResponse, error)
-	// Attach sends output from given offsets as it comes, and takes input, sizes and signals.
+	// Attach sends output from given offsets as it comes, and takes input, sizes and signals. It ends
+	// with the job, or with until_sealed when its output is sealed; a half-close by the caller ends
+	// nothing, and is no end of stdin. Input: see AttachInput. Errors: NOT_FOUND; INVALID_ARGUMENT for
+	// a message that makes no sense; FAILED_PRECONDITION with reason INPUT_TAKEN for input or a size
+	// from one whose input another took over, INPUT_CLOSED for bytes behind the end of stdin,
+	// NO_TERMINAL for a size where there is no terminal; and those of Start.
 	Attach(grpc.BidiStreamingServer[AttachRequest, AttachResponse]) error
-	// Read returns bytes of one stream from an offset. Errors: NOT_FOUND; OUT_OF_RANGE for an offset
-	// that was dropped.
+	// Read returns bytes of one stream from an offset. For an offset that was dropped there are none, and
+	// next_kept says where to go on. Errors: NOT_FOUND.
 	Read(context.Context, *ReadRequest) (*ReadResponse, error)
-	// Input writes to a job's stdin at an offset; bytes already taken are not taken again.
+	// Input writes to a job's stdin at an offset; bytes already taken are not taken again. It takes what
+	// there is room for (1 MiB waits for the command), which after a second may be nothing. Errors:
+	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
+	// owns the input, INPUT_CLOSED.
 	Input(context.Context, *InputRequest) (*InputResponse, error)
-	// CloseInput closes a job's stdin; a second one succeeds.
+	// CloseInput closes a job's stdin; a second one succeeds. Errors: NOT_FOUND; INVALID_ARGUMENT for an
+	// offset before what was taken; FAILED_PRECONDITION with reason INPUT_MISSING when not all of it was
+	// taken, INPUT_TAKEN.
 	CloseInput(context.Context, *CloseInputRequest) (*CloseInputResponse, error)
-	// Resize sets the size of a job's terminal.
+	// Resize sets the size of a job's terminal. Errors: NOT_FOUND; INVALID_ARGUMENT;
+	// FAILED_PRECONDITION with reason NO_TERMINAL, INPUT_TAKEN.
 	Resize(context.Context, *ResizeRequest) (*ResizeResponse, error)
 	// Signal sends one signal to a job's process group.
 	Signal(context.Context, *SignalRequest) (*SignalResponse, error)

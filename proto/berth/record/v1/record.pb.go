@@ -97,9 +97,9 @@ const (
 	OperationKind_OPERATION_KIND_CREATE OperationKind = 1
 	// jobs, destroy, finish.
 	OperationKind_OPERATION_KIND_DESTROY OperationKind = 2
-	// boot, connect, ready.
+	// boot, connect, ready for a stopped machine; thaw, connect, ready for a suspended one.
 	OperationKind_OPERATION_KIND_RESUME OperationKind = 3
-	// Not used yet.
+	// quiesce, suspend.
 	OperationKind_OPERATION_KIND_SUSPEND OperationKind = 4
 	// Not used yet.
 	OperationKind_OPERATION_KIND_RESTORE OperationKind = 5

@@ -6,6 +6,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -26,6 +27,9 @@ const usage = `usage: berth-guest serve --config FILE
        berth-guest bridge --socket PATH --nonce N [--idle 60s]
        berth-guest version`
 
+// version is set by the linker; see the Makefile.
+var version string
+
 func main() {
 	if len(os.Args) < 2 {
 		exitUsage(errors.New(usage))
@@ -37,7 +41,7 @@ func main() {
 	case "bridge":
 		exit(bridge(arguments))
 	case "version":
-		fmt.Println("berth-guest", guest.Build())
+		fmt.Println("berth-guest", cmp.Or(version, "unknown"))
 	default:
 		exitUsage(fmt.Errorf("unknown command %q\n%s", os.Args[1], usage))
 	}
@@ -66,7 +70,7 @@ func serve(arguments []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
-	return guest.Serve(ctx, config, guest.Options{Log: log})
+	return guest.Serve(ctx, config, guest.Options{Build: version, Log: log})
 }
 
 func readConfig(path string) (*guestv1.BootConfig, error) {

@@ -1,0 +1,419 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// until waits for something of the broker's to be so.
+func (b *broker) until(t *testing.T, what string, isSo func() bool) {
+	t.Helper()
+	deadline := time.After(10 * time.Second)
+	for {
+		b.mu.Lock()
+		so, changed := isSo(), b.changed
+		b.mu.Unlock()
+		if so {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			t.Errorf("after 10 s: %s: not so", what)
+			return
+		}
+	}
+}
+
+// awaitOutput waits until a command's output has come.
+func (s *shell) awaitOutput(t *testing.T) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); s.stdout.String() == ""; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Error("after 10 s there is no output")
+			return
+		}
+	}
+}
+
+func TestInterruptsOfAnAttachedCommand(t *testing.T) {
+	for _, test := range []struct {
+		name    string
+		args    []string
+		signals []os.Signal
+		code    int
+		stderr  string
+		check   func(*liveCommand) bool
+	}{
+		{
+			"the first is the command's", []string{"exec", sbLive, "--", "hang"}, []os.Signal{os.Interrupt}, 130, "",
+			func(c *liveCommand) bool { return len(c.signals) == 1 && c.signals[0] == 2 && c.grace == nil },
+		},
+		{
+			"and may be another", []string{"exec", sbLive, "--", "hang"}, []os.Signal{syscall.SIGTERM}, 143, "",
+			func(c *liveCommand) bool { return len(c.signals) == 1 && c.signals[0] == 15 },
+		},
+		{
+			"the second kills it", []string{"exec", sbLive, "--", "deaf"}, []os.Signal{os.Interrupt, os.Interrupt}, 130,
+			"berth: exec: interrupted: the command is killed\n",
+			func(c *liveCommand) bool { return len(c.signals) == 1 && c.grace != nil && c.grace.AsDuration() == 0 },
+		},
+		{
+			"of a throwaway sandbox too, which is destroyed", []string{"run", "--", "deaf"}, []os.Signal{os.Interrupt, os.Interrupt}, 130,
+			"berth: run: interrupted: the command is killed\n",
+			func(c *liveCommand) bool { return c.grace != nil },
+		},
+		{
+			"the first leaves a command with a request id", []string{"exec", "--request-id", "x", sbLive, "--", "hang"},
+			[]os.Signal{syscall.SIGTERM}, 143, "berth: exec: interrupted: the command goes on, and the same --request-id joins it\n",
+			func(c *liveCommand) bool { return len(c.signals) == 0 && c.grace == nil },
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			b := newBroker(t)
+			s := b.shell()
+			s.interrupts = make(chan os.Signal, 2)
+			var story sync.WaitGroup
+			story.Go(func() {
+				s.awaitOutput(t)
+				for i, signal := range test.signals {
+					s.interrupts <- signal
+					if i == 0 && len(test.signals) > 1 {
+						b.until(t, "the first arrived", func() bool { return len(b.live.signals) > 0 })
+					}
+				}
+			})
+			code := s.run(t, test.args...)
+			story.Wait()
+			if code != test.code || s.stderr.String() != test.stderr || !test.check(b.live) {
+				t.Errorf("exit %d, stderr %q, command %+v", code, s.stderr.String(), b.live)
+			}
+			if _, destroyed := b.last.(*berthv1.DestroySandboxRequest); destroyed != (test.args[0] == "run") {
+				t.Errorf("the last request was %v", b.last)
+			}
+		})
+	}
+}
+
+func TestAnInterruptedCreateOfAThrowawaySandboxIsDestroyed(t *testing.T) {
+	b := newBroker(t)
+	s := b.shell()
+	s.interrupts = make(chan os.Signal, 1)
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		s.interrupts <- os.Interrupt
+	})
+	code := s.run(t, "run", "--provider", "slow", "--", "true")
+	story.Wait()
+	const id = "sb_01KBA9ZZZZ7Q5N3W8D4M1E7NEW"
+	if code != 130 || s.stderr.String() != "berth: run: interrupted: sandbox "+id+" is destroyed\n" {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
+	}
+	if request, ok := b.last.(*berthv1.DestroySandboxRequest); !ok || request.GetSandboxId() != id {
+		t.Errorf("the last request was %v", b.last)
+	}
+}
+
+func TestADeadlineKillsAnAttachedCommand(t *testing.T) {
+	b := newBroker(t)
+	s := b.shell()
+	code := s.run(t, "exec", "--deadline", "1s", sbLive, "--", "deaf")
+	if code != exitBroker || s.stderr.String() != "berth: exec: the --deadline of 1s passed: the command is killed\n" {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
+	}
+	if b.live.grace == nil {
+		t.Error("it was not stopped")
+	}
+}
+
+// brokenPipe fails as a pipe whose reader is gone.
+type brokenPipe struct{ left int }
+
+func (w *brokenPipe) Write(data []byte) (int, error) {
+	if w.left -= len(data); w.left < 0 {
+		return 0, &os.PathError{Op: "write", Path: "/dev/stdout", Err: syscall.EPIPE}
+	}
+	return len(data), nil
+}
+
+func TestABrokenPipeEndsTheCommandWithoutWords(t *testing.T) {
+	for _, args := range [][]string{{"exec", sbLive, "--", "stream"}, {"run", "--", "stream"}, {"logs", jobBytes}} {
+		b := newBroker(t)
+		s := b.shell()
+		s.stdoutTo = &brokenPipe{left: 20}
+		if code := s.run(t, args...); code != 141 {
+			t.Errorf("%v: exit %d", args, code)
+		}
+		if args[0] != "logs" && b.live.job.GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
+			t.Errorf("%v: the command is %v", args, b.live.job)
+		}
+		if said := s.stderr.String(); strings.Contains(said, "berth") {
+			t.Errorf("%v: stderr %q", args, said)
+		}
+	}
+}
+
+func TestExecLivesOverAKilledBroker(t *testing.T) {
+	b := newBroker(t)
+	s := b.shell()
+	read, write := io.Pipe()
+	s.stdin = read
+	var story sync.WaitGroup
+	story.Go(func() {
+		for _, line := range []string{"one\n", "two\n", "three\n"} {
+			<-b.entered
+			if _, err := io.WriteString(write, line); err != nil {
+				t.Error(err)
+			}
+			b.until(t, "a line was taken", func() bool { return strings.HasSuffix(string(b.live.taken), line) })
+			b.kill()
+			b.start()
+		}
+		if err := write.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	code := s.run(t, "exec", "-i", sbLive, "--", "cat")
+	story.Wait()
+	if code != 0 || s.stdout.String() != "one\ntwo\nthree\n" || string(b.live.taken) != s.stdout.String() {
+		t.Errorf("exit %d, stdout %q, stderr %q", code, s.stdout.String(), s.stderr.String())
+	}
+}
+
+func TestAttachAndInput(t *testing.T) {
+	b := newBroker(t)
+	b.change(func() {
+		b.live = b.beginLive(&berthv1.ExecStart{SandboxId: sbLive, Spec: &berthv1.JobSpec{
+			Argv: []string{"cat"}, Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}},
+		}})
+	})
+	id := b.live.job.GetId()
+	s := b.shell()
+	s.stdin = strings.NewReader("one ")
+	if code := s.run(t, "input", id); code != 0 {
+		t.Fatalf("input: exit %d, stderr %q", code, s.stderr.String())
+	}
+	b.change(func() { b.live.job.Stdout = &berthv1.OutputFacts{TotalBytes: 4} })
+	s = b.shell()
+	s.stdin = strings.NewReader("two")
+	if code := s.run(t, "attach", "-i", id); code != 0 || s.stdout.String() != "two" || string(b.live.taken) != "one two" {
+		t.Errorf("attach: exit %d, stdout %q, stderr %q, input %q", code, s.stdout.String(), s.stderr.String(), b.live.taken)
+	}
+	s = b.shell()
+	if code := s.run(t, "attach", "--from-start", id); code != 0 || s.stdout.String() != "one two" {
+		t.Errorf("attach from the start: exit %d, stdout %q, stderr %q", code, s.stdout.String(), s.stderr.String())
+	}
+}
+
+// terminalPair is a real terminal: what a person types is written to master.
+func terminalPair(t *testing.T) (master, slave *os.File) {
+	t.Helper()
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		t.Skip("there are no pseudo terminals here")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(master.Close(), slave.Close()); err != nil { // in this order: a read of the slave's ends
+			t.Error(err)
+		}
+	})
+	return master, slave
+}
+
+func settings(t *testing.T, terminal *os.File) unix.Termios {
+	t.Helper()
+	state, err := unix.IoctlGetTermios(int(terminal.Fd()), unix.TCGETS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return *state
+}
+
+func resize(t *testing.T, terminal *os.File, cols, rows uint16) {
+	t.Helper()
+	if err := unix.IoctlSetWinsize(int(terminal.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Col: cols, Row: rows}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// atTerminal is a shell with a person at it.
+func (b *broker) atTerminal(slave *os.File) *shell {
+	s := b.shell()
+	s.terminal, s.pty, s.stdin, s.resized = true, slave, slave, make(chan os.Signal, 1)
+	s.interrupts, s.exited = make(chan os.Signal, 3), make(chan int, 1)
+	return s
+}
+
+func TestATerminalIsTheCommands(t *testing.T) {
+	b := newBroker(t)
+	master, slave := terminalPair(t)
+	resize(t, slave, 100, 30)
+	before := settings(t, slave)
+	s := b.atTerminal(slave)
+	var during unix.Termios
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		during = settings(t, slave)
+		if _, err := master.WriteString("\x03\x1a\x04ls\r"); err != nil {
+			t.Error(err)
+		}
+		b.until(t, "the keys arrived", func() bool { return strings.HasSuffix(string(b.live.taken), "ls\r") })
+		b.until(t, "the size arrived", func() bool { return len(b.live.sizes) > 0 })
+		resize(t, slave, 120, 40)
+		s.resized <- syscall.SIGWINCH
+		b.until(t, "the new size arrived", func() bool { return len(b.live.sizes) > 1 })
+		b.kill()
+		b.start()
+		<-b.entered
+		b.until(t, "the size arrived again", func() bool { return len(b.live.sizes) > 2 })
+		if _, err := master.WriteString("exit\r"); err != nil {
+			t.Error(err)
+		}
+	})
+	code := s.run(t, "exec", "-it", sbLive, "--", "shell")
+	story.Wait()
+	if code != 7 || string(b.live.taken) != "\x03\x1a\x04ls\rexit\r" {
+		t.Errorf("exit %d, input %q, stderr %q", code, b.live.taken, s.stderr.String())
+	}
+	if size := b.live.spec.GetTty(); size.GetCols() != 100 || size.GetRows() != 30 {
+		t.Errorf("it began in a terminal of %v", size)
+	}
+	if size := b.live.sizes[1]; size.GetCols() != 120 || size.GetRows() != 40 || b.live.sizes[2].GetCols() != 120 {
+		t.Errorf("sizes %v", b.live.sizes)
+	}
+	if during.Lflag&(unix.ICANON|unix.ECHO|unix.ISIG) != 0 {
+		t.Error("the terminal was not raw")
+	}
+	if settings(t, slave) != before {
+		t.Error("the terminal is not as it was")
+	}
+}
+
+func TestATerminalIsPutBackOnEveryWayOut(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		way  func(*broker, *shell)
+		out  io.Writer
+		code int
+	}{
+		{"when the broker is gone", []string{"exec", "-it", sbLive, "--", "shell"}, func(b *broker, _ *shell) { b.kill() }, nil, exitBroker},
+		{"when it is killed by signals", []string{"run", "-it", "--", "deaf"}, func(b *broker, s *shell) {
+			s.awaitOutput(t)
+			s.interrupts <- syscall.SIGTERM
+			b.until(t, "the first arrived", func() bool { return len(b.live.signals) > 0 })
+			s.interrupts <- syscall.SIGTERM
+		}, nil, 143},
+		{"when a hangup ends the command", []string{"exec", "-it", sbLive, "--", "hang"}, func(_ *broker, s *shell) {
+			s.awaitOutput(t)
+			s.interrupts <- syscall.SIGHUP
+		}, nil, 129},
+		{"when the deadline passes", []string{"exec", "-it", "--deadline", "1s", sbLive, "--", "deaf"}, func(*broker, *shell) {}, nil, exitBroker},
+		{"when nobody reads the output", []string{"exec", "-it", sbLive, "--", "stream"}, func(*broker, *shell) {}, &brokenPipe{left: 20}, 141},
+		{"when a job was attached to", []string{"attach", "-i", "--from-start", "0NEW"}, func(_ *broker, s *shell) {
+			s.awaitOutput(t)
+			s.interrupts <- syscall.SIGTERM
+		}, nil, 143},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			b := newBroker(t)
+			b.change(func() {
+				b.live = b.beginLive(&berthv1.ExecStart{SandboxId: sbLive, Spec: &berthv1.JobSpec{
+					Argv: []string{"deaf"}, Tty: &berthv1.TerminalSize{Cols: 80, Rows: 24},
+				}})
+				if test.args[0] != "attach" {
+					b.jobs = b.jobs[:len(b.jobs)-1]
+				}
+			})
+			_, slave := terminalPair(t)
+			before := settings(t, slave)
+			s := b.atTerminal(slave)
+			s.stdoutTo, s.patience = test.out, 300*time.Millisecond
+			var story sync.WaitGroup
+			story.Go(func() {
+				<-b.entered
+				if test.out == nil && settings(t, slave).Lflag&unix.ICANON != 0 {
+					t.Error("the terminal was not raw")
+				}
+				test.way(b, s)
+			})
+			code := s.run(t, test.args...)
+			story.Wait()
+			if code != test.code || settings(t, slave) != before {
+				t.Errorf("exit %d, stderr %q, as it was: %v", code, s.stderr.String(), settings(t, slave) == before)
+			}
+		})
+	}
+}
+
+func TestATerminalIsPutBackByTheThirdInterrupt(t *testing.T) {
+	b := newBroker(t)
+	_, slave := terminalPair(t)
+	before := settings(t, slave)
+	s := b.atTerminal(slave)
+	hold := make(chan struct{})
+	s.stdoutTo = writerFunc(func(data []byte) (int, error) { <-hold; return len(data), nil }) // a pipe that nobody reads
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		for range 3 {
+			s.interrupts <- syscall.SIGTERM
+		}
+		if code := <-s.exited; code != 143 || settings(t, slave) != before {
+			t.Errorf("exit %d, as it was: %v", code, settings(t, slave) == before)
+		}
+		close(hold)
+	})
+	s.run(t, "exec", "-it", sbLive, "--", "stream")
+	story.Wait()
+}
+
+func TestATerminalIsPutBackByAPanic(t *testing.T) {
+	b := newBroker(t)
+	_, slave := terminalPair(t)
+	before := settings(t, slave)
+	s := b.atTerminal(slave)
+	s.stdoutTo = writerFunc(func([]byte) (int, error) { panic("a defect") })
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("there was no panic")
+			}
+		}()
+		s.run(t, "exec", "-it", sbLive, "--", "stream")
+	}()
+	if settings(t, slave) != before {
+		t.Error("the terminal is not as it was")
+	}
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(data []byte) (int, error) { return f(data) }

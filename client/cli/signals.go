@@ -1,0 +1,142 @@
+package cli
+
+import (
+	"context"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/berth-sandbox/berth/client"
+)
+
+// signalNumbers are the signals of a machine, which is always Linux, whatever this host is.
+var signalNumbers = map[string]int{
+	"HUP": 1, "INT": 2, "QUIT": 3, "ILL": 4, "TRAP": 5, "ABRT": 6, "BUS": 7, "FPE": 8, "KILL": 9, "USR1": 10,
+	"SEGV": 11, "USR2": 12, "PIPE": 13, "ALRM": 14, "TERM": 15, "STKFLT": 16, "CHLD": 17, "CONT": 18, "STOP": 19,
+	"TSTP": 20, "TTIN": 21, "TTOU": 22, "URG": 23, "XCPU": 24, "XFSZ": 25, "VTALRM": 26, "PROF": 27, "WINCH": 28,
+	"IO": 29, "POLL": 29, "PWR": 30, "SYS": 31,
+}
+
+// highestSignal is the highest number of a signal, a real-time one.
+const highestSignal = 64
+
+func parseSignal(given string) (int, error) {
+	number, known := signalNumbers[strings.TrimPrefix(strings.ToUpper(given), "SIG")]
+	if !known {
+		var err error
+		number, err = strconv.Atoi(given)
+		known = err == nil && number >= 1 && number <= highestSignal
+	}
+	if !known {
+		return 0, usagef("%s: a signal is a name such as TERM or SIGTERM, or a number from 1 to %d", given, highestSignal)
+	}
+	return number, nil
+}
+
+func (p *program) signalCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "signal JOB SIGNAL",
+		Short: "Send one signal to a job's process group",
+		Example: `  berth signal 9XW4 HUP
+  berth signal 9XW4 15`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 2 {
+				return usagef("it takes one job's id and a signal, got %d arguments", len(args))
+			}
+			_, err := parseSignal(args[1])
+			return err
+		},
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+			if len(args) == 1 {
+				return []cobra.Completion{"HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP"}, cobra.ShellCompDirectiveNoFileComp
+			}
+			return p.completeJobs(false)(cmd, args, typed)
+		},
+	}
+	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
+		id, err := jobID(ctx, c, args[0])
+		if err != nil {
+			return err
+		}
+		number, err := parseSignal(args[1])
+		if err != nil {
+			return err
+		}
+		job, err := c.SignalJob(ctx, id, number)
+		if err != nil {
+			return err
+		}
+		return p.show(job, id, func() error { return p.printLine(id) })
+	})
+	return cmd
+}
+
+// interruptError is why a context was cancelled by a signal.
+type interruptError struct{ signal syscall.Signal }
+
+func (e *interruptError) Error() string { return "interrupted" }
+
+// watchInterrupts gives signals to whoever took them; without one it cancels on the first and exits on
+// the second. release ends the watch.
+func (p *program) watchInterrupts(cancel context.CancelCauseFunc) (release func()) {
+	over, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		count := 0
+		for {
+			select {
+			case <-over:
+				return
+			case received := <-p.Interrupts:
+				signal := signalOf(received)
+				if take := p.taker(); take != nil {
+					take(signal)
+					continue
+				}
+				if count++; count > 1 {
+					p.exitNow(exitSignal + int(signal))
+					return
+				}
+				cancel(&interruptError{signal: signal})
+			}
+		}
+	}()
+	return func() {
+		close(over)
+		<-ended
+	}
+}
+
+func signalOf(received os.Signal) syscall.Signal {
+	if signal, ok := received.(syscall.Signal); ok {
+		return signal
+	}
+	return syscall.SIGINT
+}
+
+// takeInterrupts gives signals to take until the returned function is called.
+func (p *program) takeInterrupts(take func(syscall.Signal)) (release func()) {
+	p.setTaker(take)
+	return func() { p.setTaker(nil) }
+}
+
+func (p *program) setTaker(take func(syscall.Signal)) {
+	p.takeLock.Lock()
+	defer p.takeLock.Unlock()
+	p.take = take
+}
+
+func (p *program) taker() func(syscall.Signal) {
+	p.takeLock.Lock()
+	defer p.takeLock.Unlock()
+	return p.take
+}
+
+// exitNow ends the process with the terminal as it was.
+func (p *program) exitNow(code int) {
+	p.restoreTerminal()
+	p.Exit(code)
+}

@@ -1,0 +1,234 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// inputWindow holds what was read of a command's standard input and not yet taken by its machine.
+type inputWindow struct {
+	mu      sync.Mutex
+	changed chan struct{} // closed and renewed at every change
+	base    uint64        // offset of held's first byte; everything before it was taken
+	held    []byte
+	skip    uint64 // bytes that were taken before they were read here: the next ones read are dropped
+	ended   bool   // nothing comes behind held
+	reading bool   // a Read is under way
+	stopped bool
+}
+
+// inputPiece is what can be sent now, or the channel that is closed when that may have changed.
+type inputPiece struct {
+	offset  uint64
+	data    []byte
+	eof     bool // input ends after data
+	changed <-chan struct{}
+}
+
+func newInputWindow() *inputWindow { return &inputWindow{changed: make(chan struct{})} }
+
+// change does something to the window and wakes who waits for that.
+func (w *inputWindow) change(how func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	how()
+	close(w.changed)
+	w.changed = make(chan struct{})
+}
+
+// fill reads ahead until r ends or the returned function is called, which waits for everything but a
+// Read that blocks. failed is told of an error of r's.
+func (w *inputWindow) fill(r io.Reader, failed func(error)) (stop func()) {
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		if err := w.readAhead(r); err != nil {
+			failed(err)
+		}
+	}()
+	return func() {
+		var reading bool
+		w.change(func() { w.stopped, reading = true, w.reading })
+		if !reading {
+			<-over
+		}
+	}
+}
+
+func (w *inputWindow) readAhead(r io.Reader) error {
+	piece := make([]byte, inputPieceBytes)
+	for {
+		room := w.waitForRoom()
+		if room == 0 {
+			return nil
+		}
+		n, err := r.Read(piece[:min(room, len(piece))])
+		var stopped bool
+		w.change(func() {
+			w.reading, stopped = false, w.stopped
+			w.add(piece[:max(n, 0)])
+			w.ended = errors.Is(err, io.EOF)
+		})
+		switch {
+		case stopped, errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		}
+	}
+}
+
+// waitForRoom returns how much may be read now, and notes that it is; zero when filling is over.
+func (w *inputWindow) waitForRoom() int {
+	for {
+		w.mu.Lock()
+		room, changed, stopped := inputWindowBytes-len(w.held), w.changed, w.stopped
+		w.reading = !stopped && room > 0
+		w.mu.Unlock()
+		switch {
+		case stopped:
+			return 0
+		case room > 0:
+			return room
+		}
+		<-changed
+	}
+}
+
+// add puts read bytes behind the held ones, but those that were taken already. Pieces that were
+// handed out stay as they are: held only ever grows at its end and shrinks at its beginning.
+func (w *inputWindow) add(data []byte) {
+	known := min(w.skip, uint64(len(data)))
+	w.skip -= known
+	w.held = append(w.held, data[known:]...)
+}
+
+// from is what is to be sent when everything before an offset was sent.
+func (w *inputWindow) from(sent uint64) inputPiece {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	sent = max(sent, w.base)
+	rest := w.held[min(sent-w.base, uint64(len(w.held))):]
+	data := rest[:min(len(rest), inputPieceBytes)]
+	return inputPiece{
+		offset: sent, data: data, changed: w.changed,
+		eof: w.ended && len(data) == len(rest),
+	}
+}
+
+// taken notes that everything before an offset was taken, and returns from where on nothing is known to
+// be: an older word does not undo a newer one.
+func (w *inputWindow) taken(offset uint64) uint64 {
+	var base uint64
+	w.change(func() {
+		if offset > w.base {
+			n := offset - w.base
+			w.skip += n - min(n, uint64(len(w.held)))
+			w.held = w.held[min(n, uint64(len(w.held))):]
+			w.base = offset
+		}
+		base = w.base
+	})
+	return base
+}
+
+// beginAt makes an offset that of the first byte; nothing was sent yet.
+func (w *inputWindow) beginAt(offset uint64) {
+	w.change(func() { w.base = offset })
+}
+
+// Feed writes what r holds to a job's standard input from an offset on, and closes that at r's end if
+// thenClose. It returns the offset behind the last byte that the job's machine has taken, also beside an
+// error: the same bytes may be fed again from the same offset, what was taken is not taken twice. It
+// outlasts restarts of the broker, and waits for a job that does not read. Errors: JOB_NOT_FOUND,
+// WRONG_STATE, r's own, *UnreachableError, ctx's end.
+func (c *Client) Feed(ctx context.Context, jobID string, offset uint64, r io.Reader, thenClose bool) (uint64, error) {
+	buffer := make([]byte, inputWindowBytes)
+	for {
+		n, err := r.Read(buffer)
+		over := errors.Is(err, io.EOF)
+		if n > 0 || over && thenClose {
+			next, err := c.feedPiece(ctx, &berthv1.WriteJobInputRequest{
+				JobId: jobID, Offset: offset, Data: buffer[:n], Eof: over && thenClose,
+			})
+			offset = next
+			if err != nil {
+				return offset, err
+			}
+		}
+		switch {
+		case over:
+			return offset, nil
+		case err != nil:
+			return offset, fmt.Errorf("reading the input for job %s: %w", jobID, err)
+		}
+	}
+}
+
+// feedPiece writes one piece until all of it was taken.
+func (c *Client) feedPiece(ctx context.Context, request *berthv1.WriteJobInputRequest) (uint64, error) {
+	end := request.GetOffset() + uint64(len(request.GetData()))
+	for idle := 0; ; idle++ {
+		begun := time.Now()
+		reply, err := c.Jobs().WriteJobInput(ctx, request)
+		switch next := reply.GetNextOffset(); {
+		case err != nil && !c.keepWaiting(ctx, err):
+			return request.GetOffset(), err
+		case err != nil:
+		case next >= end:
+			return end, nil
+		case next > request.GetOffset():
+			request.Data = request.GetData()[next-request.GetOffset():]
+			request.Offset, idle = next, -1
+			continue
+		case time.Since(begun) >= time.Second:
+			idle = -1 // it waited for the job to read: ask again at once
+			continue
+		}
+		if !pause(ctx, backoffFor(idle, err)) {
+			return request.GetOffset(), endedWhile(ctx, "feeding job "+request.GetJobId())
+		}
+	}
+}
+
+// InputOffset returns how far a job's standard input was taken: where Feed goes on behind it. It takes
+// the input over from whoever is attached to the job. Errors: JOB_NOT_FOUND, *UnreachableError.
+func (c *Client) InputOffset(ctx context.Context, jobID string) (uint64, error) {
+	for idle := 0; ; idle++ {
+		offset, err := c.askInputOffset(ctx, jobID)
+		if err == nil || !c.keepWaiting(ctx, err) {
+			return offset, err
+		}
+		if !pause(ctx, backoffFor(idle, err)) {
+			return 0, endedWhile(ctx, "asking how far the input of job "+jobID+" was taken")
+		}
+	}
+}
+
+// askInputOffset attaches to the end of the output for as long as the first reply takes.
+func (c *Client) askInputOffset(ctx context.Context, jobID string) (uint64, error) {
+	poll, err := c.Jobs().PollJob(ctx, &berthv1.PollJobRequest{JobId: jobID})
+	if err != nil {
+		return 0, err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.Jobs().Exec(ctx)
+	if err != nil {
+		return 0, err
+	}
+	a := newAttachment(c, ExecIO{})
+	a.jobID = jobID
+	a.stdout.offset, a.stderr.offset = poll.GetJob().GetStdout().GetTotalBytes(), poll.GetJob().GetStderr().GetTotalBytes()
+	if err := stream.Send(a.first()); err != nil && !errors.Is(err, io.EOF) {
+		return 0, err
+	}
+	reply, err := stream.Recv()
+	return reply.GetStarted().GetInputOffset(), err
+}

@@ -1,0 +1,539 @@
+package jobs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/daemon/fault"
+	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/store"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+const (
+	stdout = berthv1.Stream_STREAM_STDOUT
+	stderr = berthv1.Stream_STREAM_STDERR
+)
+
+// firstKept is where an error says that output goes on.
+func firstKept(err error) (uint64, bool) {
+	var known *fault.Error
+	if !errors.As(err, &known) || known.Reason != fault.OutputExpired {
+		return 0, false
+	}
+	next, err := strconv.ParseUint(known.Metadata["first_kept"], 10, 64)
+	return next, err == nil
+}
+
+func TestAJobThatWasReservedBeforeACrashIsStartedOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	spec := &berthv1.JobSpec{
+		Shell: `echo ran >> ran; printf %s "$WORD"; cat; exit 7`, SecretEnv: map[string]string{"WORD": "secret "},
+		Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Data{Data: []byte("input")}},
+	}
+	job := w.reserved(sandbox, spec)
+	if strings.Contains(job.String(), "secret ") || strings.Contains(job.String(), "input") {
+		t.Errorf("a secret is in the record: %v", job)
+	}
+	w.restart()
+	done := w.done(job.GetId())
+	w.wantExit(done, 7)
+	w.restart()
+	pause(w.ctx, 200*time.Millisecond)
+	if data, _ := w.readAll(job.GetId(), stdout); string(data) != "secret input" {
+		t.Errorf("it wrote %q", data)
+	}
+	ran, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "ran"))
+	if err != nil || string(ran) != "ran\n" {
+		t.Errorf("it ran as often as %q says (%v)", ran, err)
+	}
+	if len(done.GetSealedSecrets()) > 0 {
+		t.Error("its secrets are still kept")
+	}
+}
+
+func TestAJobThatItsGuestBeganBeforeACrashIsNotStartedAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.reserved(sandbox, shell("echo ran >> ran; sleep 0.3; exit 3"))
+	secrets, err := w.secrets(job)
+	must(t, err)
+	_, err = w.startInGuest(w.ctx, job, secrets)
+	must(t, err)
+	w.restart()
+	w.wantExit(w.done(job.GetId()), 3)
+	if ran, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err != nil || string(ran) != "ran\n" {
+		t.Errorf("it ran as often as %q says (%v)", ran, err)
+	}
+}
+
+func TestAJobWhoseDeadlineIsOverIsNotStarted(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.reserved(sandbox, &berthv1.JobSpec{Shell: "echo ran >> ran", StartDeadline: durationpb.New(time.Millisecond)})
+	pause(w.ctx, 10*time.Millisecond)
+	w.restart()
+	w.wantCause(w.done(job.GetId()), berthv1.Cause_CAUSE_FAILED_TO_START, "expired:")
+	if _, err := os.Stat(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err == nil {
+		t.Error("it ran all the same")
+	}
+}
+
+func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	reserved := w.reserved(sandbox, shell("echo ran >> ran"))
+	w.setBeginning(reserved.GetId(), false)
+	running := w.started(sandbox, shell("sleep 100"))
+	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	must(t, w.sandboxes.MarkStopped(w.ctx, sandbox.GetMachineId()))
+
+	begin := time.Now()
+	unknown, err := w.Poll(w.ctx, namespace, running.GetId(), soon)
+	if err != nil || unknown.GetState() != berthv1.JobState_JOB_STATE_UNKNOWN || time.Since(begin) > soon/2 {
+		t.Errorf("a job of a stopped machine is %v (%v)", unknown, err)
+	}
+	if _, err := w.Stop(w.ctx, call("stop", ""), running.GetId(), nil); !fault.Is(err, fault.WrongState) {
+		t.Errorf("stopping a job of a stopped machine: %v", err)
+	}
+	_, err = w.sandboxes.Resume(w.ctx, call("resume", ""), sandbox.GetId())
+	must(t, err)
+	for _, id := range []string{reserved.GetId(), running.GetId()} {
+		w.wait("job "+id, func() bool { return isDone(w.record(id)) })
+		if outcome := w.record(id).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+			t.Errorf("job %s ended as %v", id, outcome)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err == nil {
+		t.Error("the reserved job ran in another boot")
+	}
+}
+
+func TestFiftyCallersOfOneRequestShareOneJob(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	ids := make(chan string, 50)
+	var group sync.WaitGroup
+	for range cap(ids) {
+		group.Go(func() {
+			job, err := w.Start(w.ctx, call("start", "r"), sandbox.GetId(), shell("echo ran >> ran"))
+			if err != nil {
+				t.Errorf("start: %v", err)
+			}
+			ids <- job.GetId()
+		})
+	}
+	group.Wait()
+	close(ids)
+	first := <-ids
+	for id := range ids {
+		if id != first {
+			t.Errorf("one caller got job %s, another %s", first, id)
+		}
+	}
+	w.wantExit(w.done(first), 0)
+	if ran, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err != nil || string(ran) != "ran\n" {
+		t.Errorf("it ran as often as %q says (%v)", ran, err)
+	}
+}
+
+func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, shell("echo some; sleep 100"))
+	w.wait("its output", func() bool {
+		polled, err := w.Poll(w.ctx, namespace, job.GetId(), 0)
+		return err == nil && polled.GetStdout().GetTotalBytes() == 5
+	})
+	for _, test := range []struct {
+		name     string
+		wait     time.Duration
+		min, max time.Duration
+	}{
+		{"not at all", 0, 0, time.Second},
+		{"a while", 200 * time.Millisecond, 200 * time.Millisecond, 5 * time.Second},
+	} {
+		begin := time.Now()
+		polled, err := w.Poll(w.ctx, namespace, job.GetId(), test.wait)
+		took := time.Since(begin)
+		if err != nil || polled.GetState() != berthv1.JobState_JOB_STATE_RUNNING || took < test.min || took > test.max {
+			t.Errorf("%s: %s after %s (%v)", test.name, polled.GetState(), took, err)
+		}
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !isDone(polled) {
+			t.Errorf("a poll of a job that ends meanwhile: %s (%v)", polled.GetState(), err)
+		}
+	}()
+	stopped, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(time.Second))
+	must(t, err)
+	w.wantCause(stopped, berthv1.Cause_CAUSE_STOPPED, "stop_requested")
+	<-ended
+	begin := time.Now()
+	if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !isDone(polled) || time.Since(begin) > soon/2 {
+		t.Errorf("a poll of a job that is done: %s (%v)", polled.GetState(), err)
+	}
+	ctx, cancel := context.WithCancel(w.ctx)
+	cancel()
+	other := w.started(sandbox, shell("sleep 100"))
+	if _, err := w.Poll(ctx, namespace, other.GetId(), soon); !errors.Is(err, context.Canceled) {
+		t.Errorf("a poll whose caller has gone: %v", err)
+	}
+	if _, err := w.Poll(w.ctx, "other", other.GetId(), 0); !fault.Is(err, fault.JobNotFound) {
+		t.Errorf("a poll from another namespace: %v", err)
+	}
+	if _, err := w.Poll(w.ctx, namespace, lifecycle.NewID("job"), 0); !fault.Is(err, fault.JobNotFound) {
+		t.Errorf("a poll of no job: %v", err)
+	}
+	drained := make(chan error, 1)
+	go func() {
+		_, err := w.Poll(w.ctx, namespace, other.GetId(), soon)
+		drained <- err
+	}()
+	pause(w.ctx, 50*time.Millisecond)
+	w.Drain()
+	if err := <-drained; !fault.Is(err, fault.Stopping) {
+		t.Errorf("a poll while the broker is stopped: %v", err)
+	}
+}
+
+func TestAReceiptSaysWhatItDropped(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.done(w.started(sandbox, &berthv1.JobSpec{
+		Shell: "for i in $(seq 10000 19999); do echo $i; done; echo oops >&2; exit 5", OutputLimitBytes: 1200,
+	}).GetId())
+	w.wantExit(job, 5)
+	facts := job.GetStdout()
+	if facts.GetTotalBytes() != 60000 || len(facts.GetKept()) != 2 || facts.GetDroppedBytes() != 60000-length(facts.GetKept()) ||
+		length(facts.GetKept()) > 1200 || facts.GetKept()[0].GetFrom() != 0 || facts.GetKept()[1].GetTo() != 60000 || !facts.GetSealed() {
+		t.Fatalf("the facts are %v", facts)
+	}
+	for _, when := range []string{"at once", "after a restart"} {
+		data, gaps := w.readAll(job.GetId(), stdout)
+		head, tail := facts.GetKept()[0], facts.GetKept()[1]
+		var all strings.Builder
+		for i := 10000; i < 20000; i++ {
+			fmt.Fprintln(&all, i)
+		}
+		if want := all.String()[:head.GetTo()] + all.String()[tail.GetFrom():]; gaps != 1 || string(data) != want {
+			t.Errorf("%s: %d gaps, %d bytes", when, gaps, len(data))
+		}
+		ran, err := w.fromReceipt(job, 100)
+		if err != nil || string(ran.Stdout.GetHead())+string(ran.Stdout.GetTail()) != all.String()[:50]+all.String()[60000-50:] || ran.Stdout.GetTailOffset() != 60000-50 {
+			t.Errorf("%s: the head and tail are %v (%v)", when, ran, err)
+		}
+		tails, err := w.Tails(w.ctx, job, 12)
+		if err != nil || string(tails.Stdout.GetTail()) != "19998\n19999\n" || string(tails.Stderr.GetHead()) != "oops\n" {
+			t.Errorf("%s: the tails are %v (%v)", when, tails, err)
+		}
+		for offset, want := range map[uint64]fault.Reason{head.GetTo(): fault.OutputExpired, 60001: fault.InvalidField} {
+			if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, offset, 10, 0); !fault.Is(err, want) {
+				t.Errorf("%s: reading at %d: %v, want %s", when, offset, err, want)
+			}
+		}
+		w.restart()
+	}
+}
+
+func TestAJobThatKeepsNoOutputHasItsOutcome(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	keep := false
+	job := w.done(w.started(w.sandbox(), &berthv1.JobSpec{Shell: "echo some; exit 4", KeepOutput: &keep}).GetId())
+	w.wantExit(job, 4)
+	if job.GetStdout().GetTotalBytes() != 5 || job.GetStdout().GetDroppedBytes() != 5 || len(job.GetStdout().GetKept()) > 0 {
+		t.Errorf("the facts are %v", job.GetStdout())
+	}
+	if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, 0, 10, 0); !fault.Is(err, fault.OutputExpired) {
+		t.Errorf("reading it: %v", err)
+	}
+}
+
+func TestAFullDiskLosesOutputAndNeverTheOutcome(t *testing.T) {
+	need.Root(t)
+	for name, options := range map[string]string{"no room for the bytes": "size=64k", "no room for a file": "nr_inodes=1"} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			if err := syscall.Mount("tmpfs", w.outputDir, "tmpfs", 0, options); err != nil {
+				t.Skipf("a tmpfs cannot be mounted: %v", err)
+			}
+			t.Cleanup(func() { must(t, syscall.Unmount(w.outputDir, syscall.MNT_DETACH)) })
+			job := w.done(w.started(w.sandbox(), shell("head -c 1000000 /dev/zero; exit 9")).GetId())
+			w.wantExit(job, 9)
+			facts := job.GetStdout()
+			if facts.GetTotalBytes() != 1000000 || facts.GetDroppedBytes() == 0 || facts.GetDroppedBytes()+length(facts.GetKept()) != 1000000 {
+				t.Errorf("the facts are %v", facts)
+			}
+			for _, kept := range facts.GetKept() {
+				if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, kept.GetFrom(), 10, 0); err != nil {
+					t.Errorf("reading what is kept: %v", err)
+				}
+			}
+			if !strings.Contains(w.log.String(), "output is not kept") {
+				t.Error("nothing was logged")
+			}
+		})
+	}
+}
+
+func TestReceiptsAreDroppedWithTheirOutputWhenTheirTimeIsOver(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	old := w.done(w.started(sandbox, shell("echo old")).GetId())
+	between := time.Now()
+	young := w.done(w.started(sandbox, shell("echo young")).GetId())
+	open := w.started(sandbox, shell("sleep 100"))
+	if removed, err := w.RemoveReceipts(w.ctx, between, 10); err != nil || removed != 1 {
+		t.Fatalf("%d receipts were dropped (%v), want 1", removed, err)
+	}
+	if _, err := w.Poll(w.ctx, namespace, old.GetId(), 0); !fault.Is(err, fault.JobNotFound) {
+		t.Errorf("the old one: %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(w.outputDir, old.GetId())); !os.IsNotExist(err) {
+		t.Errorf("its output: %v", err)
+	}
+	if data, _ := w.readAll(young.GetId(), stdout); string(data) != "young\n" {
+		t.Errorf("the young one has %q", data)
+	}
+	if bytes := w.OutputBytes(); bytes != 6 {
+		t.Errorf("%d bytes of output are kept, want 6", bytes)
+	}
+	if removed, err := w.RemoveReceipts(w.ctx, time.Now().Add(time.Hour), 10); err != nil || removed != 1 {
+		t.Errorf("%d receipts were dropped (%v), want 1", removed, err)
+	}
+	if job, err := w.Poll(w.ctx, namespace, open.GetId(), 0); err != nil || isDone(job) {
+		t.Errorf("the open job: %v (%v)", job, err)
+	}
+}
+
+func TestASandboxHasNoMoreOpenJobsThanItMay(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
+		for range MaxOpenJobs {
+			job, _, err := w.newJob(namespace, sandbox.GetId(), shell("true"), true)
+			if err != nil {
+				return err
+			}
+			job.MachineId = "m_other" // so that nobody settles it
+			if err := tx.PutJob(job, "", ""); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+	if _, err := w.Start(w.ctx, call("start", ""), sandbox.GetId(), shell("true")); !fault.Is(err, fault.TooManyJobs) {
+		t.Errorf("one more job: %v", err)
+	}
+}
+
+func TestJobsOfADestroyedSandboxKeepWhatIsKnownOfThem(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	running := w.started(sandbox, shell("echo some; sleep 100"))
+	reserved := w.reserved(sandbox, shell("true"))
+	w.wait("its output", func() bool {
+		polled, err := w.Poll(w.ctx, namespace, running.GetId(), 0)
+		return err == nil && polled.GetStdout().GetTotalBytes() == 5
+	})
+	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+	must(t, err)
+	w.wantCause(w.record(running.GetId()), berthv1.Cause_CAUSE_STOPPED, "destroyed")
+	w.wantCause(w.record(reserved.GetId()), berthv1.Cause_CAUSE_LOST, "machine_gone")
+	if data, _ := w.readAll(running.GetId(), stdout); string(data) != "some\n" {
+		t.Errorf("it wrote %q", data)
+	}
+	if _, err := w.Start(w.ctx, call("start", ""), sandbox.GetId(), shell("true")); !fault.Is(err, fault.WrongState) {
+		t.Errorf("a job in a destroyed sandbox: %v", err)
+	}
+}
+
+func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, shell("sleep 100"))
+	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
+	must(t, w.sandboxes.MarkLost(w.ctx, sandbox.GetMachineId()))
+	done := w.record(job.GetId())
+	w.wantCause(done, berthv1.Cause_CAUSE_LOST, "machine_gone")
+	if done.GetOutcome().ExitCode != nil {
+		t.Error("an exit code was made up")
+	}
+	if _, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100); !fault.Is(err, fault.MachineGone) {
+		t.Errorf("a command in a lost sandbox: %v", err)
+	}
+}
+
+func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	ran, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("echo hello; echo oops >&2; exit 6"), 3)
+	must(t, err)
+	w.wantExit(ran.Job, 6)
+	if got := string(ran.Stdout.GetHead()) + "|" + string(ran.Stdout.GetTail()); len(got) != 4 || ran.Job.GetStdout().GetTotalBytes() != 6 {
+		t.Errorf("its output is %q, its facts %v", got, ran.Job.GetStdout())
+	}
+	ctx, cancel := context.WithTimeout(w.ctx, 200*time.Millisecond)
+	defer cancel()
+	_, err = w.Run(ctx, call("run", ""), sandbox.GetId(), shell("echo $$ > pid; sleep 100"), 100)
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("the error is %v", err)
+	}
+	defer func() {
+		jobs, _, _, _ := w.List(namespace, Filter{}, store.Page{Size: 10})
+		t.Log(jobs)
+	}()
+	w.wait("its end", func() bool {
+		jobs, _, _, err := w.List(namespace, Filter{SandboxID: sandbox.GetId(), States: []berthv1.JobState{berthv1.JobState_JOB_STATE_DONE}}, store.Page{Size: 10})
+		return err == nil && len(jobs) == 2
+	})
+	text, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "pid"))
+	must(t, err)
+	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	must(t, err)
+	w.wait("its process's end", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
+}
+
+func TestNewsMissesNoWakeUp(t *testing.T) {
+	t.Parallel()
+	n := newNews()
+	const changes = 2000
+	var mu sync.Mutex
+	value := 0
+	var group sync.WaitGroup
+	for range 8 {
+		group.Go(func() {
+			changed, stop := n.about("job")
+			defer stop()
+			for {
+				mu.Lock()
+				seen := value
+				mu.Unlock()
+				if seen == changes {
+					return
+				}
+				select {
+				case <-changed:
+				case <-time.After(soon):
+					t.Errorf("nobody told of the change after %d", seen)
+					return
+				}
+			}
+		})
+	}
+	for range changes {
+		mu.Lock()
+		value++
+		mu.Unlock()
+		n.tell("job")
+		n.tell("another")
+	}
+	group.Wait()
+	if len(n.waiting) > 0 {
+		t.Errorf("%d jobs are still listened to", len(n.waiting))
+	}
+}
+
+func TestAHeldJobIsForgottenWhenTheLastReaderLetsGo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, shell("true"))
+	first, second := w.hold(job), w.hold(job)
+	w.done(job.GetId())
+	w.wait("it to be forgettable", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.forgettable[job.GetId()]
+	})
+	first()
+	if _, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
+		t.Errorf("it was forgotten while somebody reads: %v", err)
+	}
+	second()
+	w.wait("it to be forgotten", func() bool {
+		_, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0)
+		return err != nil
+	})
+	if !w.mayForget(job.GetId()) || len(w.held) > 0 || len(w.forgettable) > 0 {
+		t.Errorf("held: %v, forgettable: %v", w.held, w.forgettable)
+	}
+}
+
+func TestWhatLiesAtHomeIsFoundInOrder(t *testing.T) {
+	t.Parallel()
+	home, err := openHomeOutput(filepath.Join(t.TempDir(), "output"))
+	must(t, err)
+	const id = "job_1"
+	must(t, home.write(id, stdout, 100, 100, []byte("tail")))
+	must(t, home.write(id, stdout, 0, 0, []byte("he")))
+	must(t, home.write(id, stdout, 0, 2, []byte("ad")))
+	must(t, home.write(id, stderr, 0, 0, []byte("err")))
+	must(t, os.WriteFile(filepath.Join(home.dir, id, "stdout.x"), []byte("no range"), 0o600))
+	got := home.ranges(id, stdout)
+	if len(got) != 2 || !same(got[0], bytesRange(0, 4)) || !same(got[1], bytesRange(100, 104)) {
+		t.Errorf("the ranges are %v", got)
+	}
+	if data, err := home.read(id, stdout, 100, 101, 2); err != nil || string(data) != "ai" {
+		t.Errorf("it reads %q (%v)", data, err)
+	}
+	must(t, home.sync(id, map[berthv1.Stream][]*berthv1.ByteRange{stdout: {bytesRange(0, 4)}}))
+	if got := home.ranges(id, stdout); len(got) != 1 || len(home.ranges(id, stderr)) > 0 || home.size() != 4 {
+		t.Errorf("after the sync: %v, %d bytes", got, home.size())
+	}
+	must(t, home.remove(id))
+	must(t, home.sync(id, nil))
+	if home.size() != 0 || len(home.ranges(id, stdout)) > 0 {
+		t.Error("something is left")
+	}
+}
+
+func TestTimesAreHeldToWhatAClockCanBe(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	for name, test := range map[string]struct {
+		from *timestamppb.Timestamp
+		want bool
+	}{
+		"none":            {nil, false},
+		"now":             {timestamppb.New(now), true},
+		"an hour ahead":   {timestamppb.New(now.Add(time.Hour)), true},
+		"two days ahead":  {timestamppb.New(now.Add(48 * time.Hour)), false},
+		"the epoch":       {timestamppb.New(time.Unix(0, 0)), true},
+		"beyond all time": {&timestamppb.Timestamp{Seconds: 1 << 60}, false},
+		"negative nanos":  {&timestamppb.Timestamp{Nanos: -1}, false},
+	} {
+		if got := boundedTime(test.from, now); (got != nil) != test.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}

@@ -1,0 +1,358 @@
+// Package fake is a provider for tests: its machines are real guest processes, each in a directory of
+// its own, and every call of it can be made to fail in the ways that real providers fail. Faults come
+// from a script in its directory that is read again at each call, so that a test also reaches the
+// provider of a broker in another process; see World. What it knows of its machines lies in files and
+// locks, and survives a crash. It isolates nothing, never runs a command in a machine, and is no
+// provider for work.
+package fake
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/reverse"
+)
+
+// Tuning.
+const (
+	termPatience = 3 * time.Second       // for a guest to end what it started, before it is killed
+	killPatience = 10 * time.Second      // for killed processes to be gone
+	pollEvery    = 5 * time.Millisecond  // at something that is about to happen
+	reapEvery    = 20 * time.Millisecond // the exit of guests that this process started
+)
+
+// Options are what a Provider is made from. All but Log are required.
+type Options struct {
+	// Dir holds the machines and the script. It is made if missing.
+	Dir string
+	// BrokerID is the label of this broker's machines.
+	BrokerID string
+	// GuestPath returns the path of the berth-guest program for an architecture in Go's words.
+	GuestPath func(arch string) (string, error)
+	// Log takes a line for each fault. Default: slog.Default().
+	Log *slog.Logger
+}
+
+// Provider boots guests as plain processes. It satisfies providers.Provider.
+type Provider struct {
+	world  World
+	broker string
+	guest  func(arch string) (string, error)
+	log    *slog.Logger
+
+	ctx    context.Context //nolint:containedctx // ends what is done again after a reply
+	cancel context.CancelFunc
+	work   sync.WaitGroup
+
+	mu       sync.Mutex
+	turns    map[string]*sync.Mutex // by machine
+	children map[int]bool           // guests that this process started and has not reaped
+}
+
+var _ providers.Provider = (*Provider)(nil)
+
+// name is a machine's or a broker's id as far as it becomes a file's name.
+var name = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$`)
+
+// New makes a provider and its directory. Close ends it; the machines live on.
+func New(options Options) (*Provider, error) {
+	switch {
+	case options.Dir == "":
+		return nil, errors.New("fake provider: Dir is missing")
+	case !name.MatchString(options.BrokerID):
+		return nil, fmt.Errorf("fake provider: BrokerID %q: want letters, digits, _ and -", options.BrokerID)
+	case options.GuestPath == nil:
+		return nil, errors.New("fake provider: GuestPath is missing")
+	}
+	if options.Log == nil {
+		options.Log = slog.Default()
+	}
+	dir, err := filepath.Abs(options.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("fake provider: %w", err)
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("fake provider: making its directory: %w", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	p := &Provider{
+		world: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
+		ctx: ctx, cancel: cancel, turns: map[string]*sync.Mutex{}, children: map[int]bool{},
+	}
+	p.work.Go(p.reap)
+	return p, nil
+}
+
+// World is what the provider's machines and faults are reached by.
+func (p *Provider) World() World { return p.world }
+
+// Close ends what the provider does in the background and waits for it. The machines live on.
+func (p *Provider) Close() error {
+	p.cancel()
+	p.work.Wait()
+	return nil
+}
+
+// reap collects the exit of guests that this process started, so that they leave no zombies.
+func (p *Provider) reap() {
+	ticker := time.NewTicker(reapEvery)
+	defer ticker.Stop()
+	for {
+		p.mu.Lock()
+		for pid := range p.children {
+			if reaped, err := syscall.Wait4(pid, nil, syscall.WNOHANG, nil); reaped == pid || errors.Is(err, syscall.ECHILD) {
+				delete(p.children, pid)
+			}
+		}
+		p.mu.Unlock()
+		select {
+		case <-p.ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+}
+
+// turn makes the calls on one machine take turns.
+func (p *Provider) turn(id string) (unlock func()) {
+	p.mu.Lock()
+	turn := p.turns[id]
+	if turn == nil {
+		turn = &sync.Mutex{}
+		p.turns[id] = turn
+	}
+	p.mu.Unlock()
+	turn.Lock()
+	return turn.Unlock
+}
+
+// Info says what the provider is; not healthy without the guest's program.
+func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
+	info := providers.Info{
+		Name: "fake", Isolation: providers.IsolationNone, Healthy: true,
+		Message: "for tests: plain host processes, and faults on purpose", Capabilities: []providers.Capability{providers.CapRestart},
+	}
+	err := p.faced(ctx, CallInfo, "", func(context.Context) error {
+		if _, err := p.guest(runtime.GOARCH); err != nil {
+			info.Healthy, info.Message = false, err.Error()
+		}
+		return nil
+	})
+	return info, err
+}
+
+// Create makes the machine run. Errors: ErrRefused for a spec that it cannot honour and for a machine
+// that is to be destroyed, and those of the script.
+func (p *Provider) Create(ctx context.Context, spec providers.MachineSpec) (providers.Handle, error) {
+	if err := p.check(spec); err != nil {
+		return providers.Handle{}, err
+	}
+	handle := providers.Handle{Version: 1, Bytes: []byte(spec.MachineID)}
+	err := p.faced(ctx, CallCreate, spec.MachineID, func(ctx context.Context) error {
+		defer p.turn(spec.MachineID)()
+		return p.boot(ctx, spec)
+	})
+	if err != nil {
+		return providers.Handle{}, err
+	}
+	return handle, nil
+}
+
+func (p *Provider) check(spec providers.MachineSpec) error {
+	switch {
+	case !name.MatchString(spec.MachineID):
+		return fmt.Errorf("machine %q: its id is no name: %w", spec.MachineID, providers.ErrRefused)
+	case spec.BrokerID != p.broker:
+		return fmt.Errorf("machine %s is for broker %q: %w", spec.MachineID, spec.BrokerID, providers.ErrRefused)
+	case spec.Image != "" || spec.Workspace != "" || spec.Egress.Mode != providers.EgressOpen || len(spec.Options) > 0 ||
+		spec.Resources != providers.Resources{} || spec.FromSnapshot != "":
+		return fmt.Errorf("machine %s asks for what no capability promises: %w", spec.MachineID, providers.ErrRefused)
+	}
+	return nil
+}
+
+// Inspect finds a machine.
+func (p *Provider) Inspect(ctx context.Context, id string) (providers.Machine, error) {
+	var found providers.Machine
+	err := p.faced(ctx, CallInspect, id, func(context.Context) (err error) {
+		defer p.turn(id)()
+		found, err = p.find(id)
+		return err
+	})
+	return found, err
+}
+
+func (p *Provider) find(id string) (providers.Machine, error) {
+	if _, err := os.Stat(p.world.gone(id)); err == nil {
+		return providers.Machine{ID: id, State: providers.MachinePartial, Note: "it is half destroyed"}, nil
+	}
+	m, err := p.world.machine(id)
+	if err != nil {
+		return providers.Machine{}, err
+	}
+	if m.Broker != p.broker {
+		return providers.Machine{}, fmt.Errorf("machine %s is another broker's: %w", id, providers.ErrNotFound)
+	}
+	return m.describe()
+}
+
+// List returns this broker's machines; stale, what the last list that was not stale returned.
+func (p *Provider) List(ctx context.Context) ([]providers.Machine, error) {
+	var machines []providers.Machine
+	err := p.faced(ctx, CallList, "", func(context.Context) (err error) {
+		machines, err = p.list()
+		return err
+	})
+	if errors.Is(err, errStale) {
+		return p.world.lastList()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return machines, p.world.rememberList(machines)
+}
+
+func (p *Provider) list() ([]providers.Machine, error) {
+	entries, err := os.ReadDir(p.world.dir)
+	if err != nil {
+		return nil, fmt.Errorf("listing the machines: %w", err)
+	}
+	var machines []providers.Machine
+	for _, entry := range entries {
+		id := strings.TrimPrefix(entry.Name(), gonePrefix)
+		if !entry.IsDir() || !name.MatchString(id) {
+			continue
+		}
+		found, err := p.find(id)
+		if errors.Is(err, providers.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		machines = append(machines, found)
+	}
+	return machines, nil
+}
+
+// Destroy kills everything in a machine and removes all of it.
+func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error {
+	return p.faced(ctx, CallDestroy, machine.ID, func(ctx context.Context) error {
+		defer p.turn(machine.ID)()
+		m, err := p.world.machine(machine.ID)
+		switch {
+		case errors.Is(err, providers.ErrNotFound):
+			if filepath.Base(machine.ListenDir) == machine.ID { // only such a directory is the machine's
+				if err := os.RemoveAll(machine.ListenDir); err != nil {
+					return fmt.Errorf("removing the sockets of machine %s: %w", machine.ID, err)
+				}
+			}
+			return os.RemoveAll(p.world.gone(machine.ID))
+		case err != nil:
+			return err
+		case m.Broker != p.broker:
+			return fmt.Errorf("machine %s is another broker's: %w", m.ID, providers.ErrRefused)
+		}
+		return m.destroy(ctx, syscall.SIGTERM)
+	})
+}
+
+// Dialer listens where the machine's guest dials.
+func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (providers.Dialer, error) {
+	var dialer providers.Dialer
+	err := p.faced(ctx, CallDialer, machine.ID, func(context.Context) error {
+		defer p.turn(machine.ID)()
+		m, err := p.world.machine(machine.ID)
+		if err != nil {
+			return err
+		}
+		opened, err := reverse.Listen(m.ListenDir)
+		if err != nil {
+			return fmt.Errorf("listening for machine %s: %w", m.ID, err)
+		}
+		dialer = opened
+		return nil
+	})
+	if err != nil && dialer != nil {
+		_ = dialer.Close() // nobody was given it
+	}
+	if err != nil {
+		return nil, err
+	}
+	return dialer, nil
+}
+
+// boot makes the machine run, and does nothing where its guest lives.
+func (p *Provider) boot(ctx context.Context, spec providers.MachineSpec) error {
+	m, err := p.world.machine(spec.MachineID)
+	if errors.Is(err, providers.ErrNotFound) {
+		m, err = p.world.stage(spec)
+	}
+	if err != nil {
+		return err
+	}
+	switch doomed, err := m.doomed(); {
+	case err != nil:
+		return err
+	case doomed:
+		return fmt.Errorf("machine %s is to be destroyed: %w", m.ID, providers.ErrRefused)
+	case m.Broker != p.broker:
+		return fmt.Errorf("machine %s is another broker's: %w", m.ID, providers.ErrRefused)
+	}
+	lock, err := m.takeLock()
+	if err != nil || lock == nil {
+		return err // held: its guest lives
+	}
+	defer func() { _ = lock.Close() }() // the guest's own descriptor keeps it
+	if err := m.killMembers(ctx); err != nil {
+		return err
+	}
+	m.ListenDir, m.Generation = spec.ListenDir, spec.Generation
+	if err := m.write(); err != nil {
+		return err
+	}
+	program, err := p.guest(runtime.GOARCH)
+	if err != nil {
+		return fmt.Errorf("finding berth-guest: %w: %w", err, providers.ErrRefused)
+	}
+	pid, err := m.start(program, spec.Token, lock)
+	if err != nil {
+		return fmt.Errorf("booting machine %s: %w", m.ID, err)
+	}
+	p.mu.Lock()
+	p.children[pid] = true
+	p.mu.Unlock()
+	return nil
+}
+
+// await looks until done says so, at most as long as limit.
+func await(ctx context.Context, limit time.Duration, what string, done func() (bool, error)) error {
+	limited, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	ticker := time.NewTicker(pollEvery)
+	defer ticker.Stop()
+	for {
+		if ok, err := done(); ok || err != nil {
+			return err
+		}
+		select {
+		case <-ticker.C:
+		case <-limited.Done():
+			return fmt.Errorf("waiting for %s: %w", what, limited.Err())
+		}
+	}
+}
+
+func isAbsent(err error) bool { return errors.Is(err, fs.ErrNotExist) }
