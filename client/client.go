@@ -1,6 +1,6 @@
 // Package client is the Go client of a Berth broker: it dials berthd, makes mutating calls
-// repeatable, repeats what may be repeated while the broker restarts, waits for jobs and reads their
-// output to the last byte. It holds no state but its connection, never starts a broker, never makes
+// repeatable, repeats what may be repeated while the broker restarts, stays attached to commands over
+// broken connections, waits for jobs and reads their output to the last byte. It holds no state but its connection, never starts a broker, never makes
 // up an answer, and imports nothing of the broker's.
 package client
 

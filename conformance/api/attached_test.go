@@ -88,15 +88,14 @@ func TestAnAttachedCommandSeesItsCaller(t *testing.T) {
 		sizes := make(chan *berthv1.TerminalSize, 1)
 		var out lockedBuffer
 		seen := writerFunc(func(p []byte) (int, error) {
-			if n, err := out.Write(p); strings.Contains(out.String(), "ready") && len(sizes) == 0 && !strings.Contains(out.String(), "50 200") {
+			n, err := out.Write(p)
+			if strings.Contains(out.String(), "ready") && !strings.Contains(out.String(), "50 200") {
 				select {
 				case sizes <- &berthv1.TerminalSize{Cols: 200, Rows: 50}:
 				default:
 				}
-				return n, err
-			} else {
-				return n, err
 			}
+			return n, err
 		})
 		job, err := w.Exec(w.ctx, sandbox, &berthv1.JobSpec{
 			Shell: "test -t 0 && test -t 1 && stty size; trap 'stty size; exit 4' WINCH; echo ready; while :; do sleep 0.1; done",
@@ -182,7 +181,7 @@ func TestAnAttachedCallerLosesNothingWhenTheBrokerDies(t *testing.T) {
 			select {
 			case <-over:
 				return
-			case <-time.After(time.Duration(50+mathrand.IntN(200)) * time.Millisecond): //nolint:gosec // any moment will do
+			case <-time.After(time.Duration(50+mathrand.IntN(200)) * time.Millisecond):
 				if kills < 12 {
 					w.restart(t)
 					kills++

@@ -47,9 +47,10 @@ var arrows = []arrow{
 }
 
 // testArrows is what test files may import in addition: the exported suites and what says that a
-// facility is missing; in the daemon also real providers. Tests in conformance may import everything.
+// facility is missing; in the daemon also real providers, and the vault that services are made with.
+// Tests in conformance may import everything.
 var testArrows = []arrow{
-	{"daemon/*", []string{"conformance/*", "providers/*"}},
+	{"daemon/*", []string{"conformance/*", "providers/*", "daemon/vault"}},
 	{"providers/*", []string{"conformance/*"}},
 	{"client", []string{"conformance/*"}},
 	{"engine", []string{"conformance/*"}},

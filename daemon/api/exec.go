@@ -27,7 +27,7 @@ func (j *jobService) Exec(stream grpc.BidiStreamingServer[berthv1.ExecRequest, b
 	if err != nil {
 		return err
 	}
-	peer := &execPeer{stream: stream, received: make(chan received), over: make(chan struct{})}
+	peer := &execPeer{stream: stream, received: make(chan received), closed: make(chan struct{}), over: make(chan struct{})}
 	defer close(peer.over)
 	go peer.receive()
 	switch message := first.GetMessage().(type) {
@@ -63,6 +63,7 @@ func (j *jobService) execStart(ctx context.Context, start *berthv1.ExecStart, pe
 type execPeer struct {
 	stream   grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]
 	received chan received
+	closed   chan struct{} // closed when the caller has half-closed, whoever took that from received
 	over     chan struct{} // closed when the call ends
 	ended    *recordv1.JobRecord
 }
@@ -77,6 +78,9 @@ type received struct {
 func (p *execPeer) receive() {
 	for {
 		request, err := p.stream.Recv()
+		if errors.Is(err, io.EOF) {
+			close(p.closed)
+		}
 		select {
 		case p.received <- received{request, err}:
 		case <-p.over:
@@ -108,6 +112,8 @@ func (p *execPeer) thanked(ctx context.Context) bool {
 	defer timer.Stop()
 	for {
 		select {
+		case <-p.closed:
+			return true
 		case got := <-p.received:
 			if got.err != nil {
 				return errors.Is(got.err, io.EOF)

@@ -14,11 +14,15 @@ import (
 )
 
 // WriteInput writes to a job's stdin at an offset, and closes it after that if asked to. It returns
-// how far stdin was taken: what was taken before is not taken again.
+// how far stdin was taken: what was taken before is not taken again. Without data and end it only
+// tells.
 func (s *Service) WriteInput(ctx context.Context, call lifecycle.Call, id string, offset uint64, data []byte, eof bool) (uint64, error) {
 	job, err := s.mayTouch(ctx, call, id)
 	if err != nil {
 		return 0, err
+	}
+	if len(data) == 0 && !eof {
+		return s.inputTaken(ctx, job)
 	}
 	next := offset
 	err = s.inGuest(ctx, job, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
@@ -36,6 +40,19 @@ func (s *Service) WriteInput(ctx context.Context, call lifecycle.Call, id string
 		return err
 	})
 	return next, err
+}
+
+func (s *Service) inputTaken(ctx context.Context, job *recordv1.JobRecord) (uint64, error) {
+	if isDone(job) {
+		return 0, over(job)
+	}
+	var taken uint64
+	err := s.inGuest(ctx, job, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+		response, err := guest.Wait(ctx, &guestv1.WaitRequest{JobId: job.GetId()})
+		taken = response.GetStatus().GetInputOffset()
+		return err
+	})
+	return taken, err
 }
 
 // Signal sends one signal to a job's process group and returns the job as it was then. A job that is

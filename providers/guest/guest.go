@@ -158,6 +158,7 @@ func (s *service) serve(ctx context.Context, config *guestv1.BootConfig, options
 		serving.Go(func() { reverse.dial(dialling) })
 		answer(reverse)
 	}
+	trimProgram()
 	var failure error
 	select {
 	case <-ctx.Done():

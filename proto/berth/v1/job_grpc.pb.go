@@ -60,6 +60,7 @@ type JobServiceClient interface {
 	// FollowJob streams output from given offsets until the job is done and its output sealed.
 	FollowJob(ctx context.Context, in *FollowJobRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[FollowJobResponse], error)
 	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
+	// Without data and eof it only says how far stdin was taken.
 	WriteJobInput(ctx context.Context, in *WriteJobInputRequest, opts ...grpc.CallOption) (*WriteJobInputResponse, error)
 	// SignalJob sends one signal to the job's process group.
 	SignalJob(ctx context.Context, in *SignalJobRequest, opts ...grpc.CallOption) (*SignalJobResponse, error)
@@ -240,6 +241,7 @@ type JobServiceServer interface {
 	// FollowJob streams output from given offsets until the job is done and its output sealed.
 	FollowJob(*FollowJobRequest, grpc.ServerStreamingServer[FollowJobResponse]) error
 	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
+	// Without data and eof it only says how far stdin was taken.
 	WriteJobInput(context.Context, *WriteJobInputRequest) (*WriteJobInputResponse, error)
 	// SignalJob sends one signal to the job's process group.
 	SignalJob(context.Context, *SignalJobRequest) (*SignalJobResponse, error)

@@ -8,7 +8,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -134,5 +136,36 @@ func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// BenchmarkIdle reports what a guest takes that waits for a broker.
+func BenchmarkIdle(b *testing.B) {
+	dir := b.TempDir()
+	config := filepath.Join(dir, "config.json")
+	text := `{"machineId": "m_1", "token": "c2VjcmV0", "listenSocket": "` + dir + `/s", "spoolDir": "` + dir + `/spool", "workspace": "` + dir + `/work"}`
+	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+		b.Fatal(err)
+	}
+	c := program("serve", "--config", config)
+	if err := c.Start(); err != nil {
+		b.Fatal(err)
+	}
+	defer func() {
+		_ = c.Process.Signal(syscall.SIGTERM)
+		_ = c.Wait()
+	}()
+	for b.Loop() {
+		time.Sleep(time.Second)
+	}
+	rollup, err := os.ReadFile("/proc/" + strconv.Itoa(c.Process.Pid) + "/smaps_rollup")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for line := range strings.Lines(string(rollup)) {
+		if f := strings.Fields(line); len(f) == 3 && (f[0] == "Rss:" || f[0] == "Pss:") {
+			kib, _ := strconv.ParseFloat(f[1], 64)
+			b.ReportMetric(kib, strings.ToLower(f[0][:3])+"-KiB")
+		}
 	}
 }

@@ -1,0 +1,460 @@
+package guestlink
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/berth-sandbox/berth/daemon/fault"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/reverse"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const (
+	machineID = "m_1"
+	token     = "a token of thirty-two bytes, so."
+	soon      = 10 * time.Second
+)
+
+// guest serves the handshake, as the test has it, on connections that it dials out.
+type guest struct {
+	guestv1.UnimplementedGuestServiceServer
+	hello func(*guestv1.HelloRequest, *guestv1.HelloResponse) // changes the honest answer
+	wait  func() error                                        // what Wait answers
+	waits atomic.Int32
+}
+
+func (g *guest) Hello(_ context.Context, request *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
+	if string(request.GetProof()) != string(proof([]byte(token), "berth broker", request.GetNonce())) {
+		return nil, status.Error(codes.Unauthenticated, "the broker does not know the token")
+	}
+	response := &guestv1.HelloResponse{
+		Protocol: Protocol, MachineId: machineID, BootId: "boot", Proof: proof([]byte(token), "berth guest", request.GetNonce()),
+	}
+	if g.hello != nil {
+		g.hello(request, response)
+	}
+	return response, nil
+}
+
+func (g *guest) Wait(context.Context, *guestv1.WaitRequest) (*guestv1.WaitResponse, error) {
+	g.waits.Add(1)
+	if g.wait != nil {
+		if err := g.wait(); err != nil {
+			return nil, err
+		}
+	}
+	return &guestv1.WaitResponse{}, nil
+}
+
+// once is a listener with one connection.
+type onceListener struct {
+	conn   chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func (l *onceListener) Accept() (net.Conn, error) {
+	select {
+	case conn := <-l.conn:
+		return conn, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *onceListener) Close() error   { l.once.Do(func() { close(l.closed) }); return nil }
+func (l *onceListener) Addr() net.Addr { return &net.UnixAddr{} }
+
+// world is links over a real dialer, and guests that dial it.
+type world struct {
+	*Links
+	t     *testing.T
+	ctx   context.Context
+	dir   string
+	ups   atomic.Int32
+	downs atomic.Int32
+	why   atomic.Value // the last reason of a Down
+}
+
+// machines is a provider as far as links need one.
+type machines struct {
+	providers.Provider
+	dir   string
+	fails atomic.Int32 // Dialer fails this often
+}
+
+func (m *machines) Dialer(context.Context, providers.Machine) (providers.Dialer, error) {
+	if m.fails.Add(-1) >= 0 {
+		return nil, errors.New("not yet")
+	}
+	return reverse.Listen(m.dir)
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "gl-") // short, for sockets
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	w := &world{t: t, ctx: ctx, dir: dir}
+	w.Links = New(Options{Build: "test", Log: slog.New(slog.DiscardHandler), Events: Events{
+		Up:   func(string, *guestv1.HelloResponse) { w.ups.Add(1) },
+		Down: func(_ string, cause error) { w.why.Store(cause.Error()); w.downs.Add(1) },
+	}})
+	t.Cleanup(func() {
+		w.Close()
+		cancel()
+		_ = os.RemoveAll(dir)
+	})
+	return w
+}
+
+func (w *world) open() *machines {
+	m := &machines{dir: w.dir}
+	w.Open(Target{MachineID: machineID, Token: []byte(token), Provider: m, Machine: providers.Machine{ID: machineID}})
+	return m
+}
+
+// dial connects to the machine's socket as a guest does.
+func (w *world) dial() net.Conn {
+	w.t.Helper()
+	var conn net.Conn
+	w.wait("the socket", func() bool {
+		dialled, err := net.Dial("unix", filepath.Join(w.dir, reverse.SocketName))
+		conn = dialled
+		return err == nil
+	})
+	return conn
+}
+
+// serve serves a guest on a connection that it dials; stop breaks it.
+func (w *world) serve(g *guest) (stop func()) {
+	w.t.Helper()
+	server := grpc.NewServer()
+	guestv1.RegisterGuestServiceServer(server, g)
+	listener := &onceListener{conn: make(chan net.Conn, 1), closed: make(chan struct{})}
+	conn := w.dial()
+	listener.conn <- conn
+	served := make(chan struct{})
+	go func() {
+		defer close(served)
+		_ = server.Serve(listener)
+	}()
+	var once sync.Once
+	stop = func() {
+		once.Do(func() {
+			server.Stop()
+			_ = conn.Close()
+			<-served
+		})
+	}
+	w.t.Cleanup(stop)
+	return stop
+}
+
+func (w *world) call() error {
+	return w.Call(w.ctx, machineID, func(ctx context.Context, client guestv1.GuestServiceClient) error {
+		_, err := client.Wait(ctx, &guestv1.WaitRequest{})
+		return err
+	})
+}
+
+func (w *world) wait(what string, so func() bool) {
+	w.t.Helper()
+	for deadline := time.Now().Add(soon); !so(); {
+		if time.Now().After(deadline) {
+			w.t.Fatalf("%s: not so after %s", what, soon)
+		}
+		sleep(w.ctx, 5*time.Millisecond)
+	}
+}
+
+func (w *world) up() { w.wait("the link", func() bool { return w.Hello(machineID) != nil }) }
+
+func TestAPeerThatIsNotTheGuestIsNotSpokenTo(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		hello func(*guestv1.HelloRequest, *guestv1.HelloResponse)
+		why   string
+	}{
+		{"a wrong proof", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof[0]++ }, "does not know the machine's token"},
+		{"no proof", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = nil }, "does not know the machine's token"},
+		{"the broker's own proof", func(q *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = q.GetProof() }, "does not know the machine's token"},
+		{"another protocol", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Protocol = 2 }, "speaks protocol 2"},
+		{"another machine", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.MachineId = strings.Repeat("m", 1<<16) }, "in machine \"m"},
+		{"no boot", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = "" }, "boot id"},
+		{"a boot without end", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = strings.Repeat("b", 65) }, "boot id"},
+		{"too many words", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Workspace = strings.Repeat("w", 1<<20) }, "more of itself"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			w.open()
+			impostor := &guest{hello: test.hello}
+			stop := w.serve(impostor)
+			w.wait("word of it", func() bool { return w.downs.Load() == 1 })
+			if why := w.why.Load().(string); !strings.Contains(why, test.why) || len(why) > 4<<10 {
+				t.Errorf("it was told why: %.200s", why)
+			}
+			if w.Hello(machineID) != nil || w.ups.Load() > 0 || w.Silent() != 1 {
+				t.Error("it was taken for the guest")
+			}
+			stop()
+			w.serve(&guest{})
+			w.up()
+			if err := w.call(); err != nil || impostor.waits.Load() > 0 {
+				t.Errorf("a call after the guest came: %v", err)
+			}
+		})
+	}
+}
+
+func TestABrokerWithAnotherTokenIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.Open(Target{MachineID: machineID, Token: []byte("another"), Provider: &machines{dir: w.dir}, Machine: providers.Machine{ID: machineID}})
+	w.serve(&guest{})
+	w.wait("word of it", func() bool { return w.downs.Load() == 1 })
+	if w.Hello(machineID) != nil {
+		t.Error("there is a link")
+	}
+}
+
+func TestAMutePeerCostsOneHelloAndNoMore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open()
+	mute := w.dial()
+	defer func() { _ = mute.Close() }()
+	begin := time.Now()
+	sleep(w.ctx, 50*time.Millisecond) // so that it is the first
+	w.serve(&guest{})
+	_, err := w.Wait(w.ctx, machineID)
+	if err != nil || time.Since(begin) > 2*helloTimeout {
+		t.Errorf("the guest was heard after %s (%v)", time.Since(begin), err)
+	}
+}
+
+func TestADeadSpareCostsNothing(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	dialer, err := reverse.Listen(w.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := &link{target: Target{MachineID: machineID, Token: []byte(token)}}
+	dead := w.dial()
+	w.serve(&guest{})
+	_ = dead.Close()
+	live, err := k.connect(w.ctx, dialer, "test")
+	if err != nil {
+		t.Fatalf("connect: %v", err)
+	}
+	_ = live.conn.Close()
+	_ = dialer.Close()
+}
+
+func TestALinkIsRedialledAndItsCallsGoOn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open().fails.Store(2)
+	begun := make(chan struct{}, 1)
+	hang := make(chan struct{})
+	stop := w.serve(&guest{wait: func() error {
+		begun <- struct{}{}
+		<-hang
+		return nil
+	}})
+	w.up()
+	second := &guest{}
+	done := make(chan error, 1)
+	go func() { done <- w.call() }()
+	<-begun
+	close(hang) // the handler's, after the connection: stop waits for it
+	stop()
+	w.serve(second)
+	if err := <-done; err != nil {
+		t.Errorf("a call over two connections: %v", err)
+	}
+	w.up()
+	if w.ups.Load() < 2 || w.downs.Load() < 1 {
+		t.Errorf("%d times up, %d times down", w.ups.Load(), w.downs.Load())
+	}
+	if err := w.Stream(w.ctx, machineID, func(context.Context, guestv1.GuestServiceClient) error { return nil }); err != nil {
+		t.Errorf("a stream: %v", err)
+	}
+}
+
+func TestACallOnABrokenConnectionIsMadeAgainAndAStreamIsNot(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open()
+	var broken atomic.Bool
+	w.serve(&guest{wait: func() error {
+		if broken.CompareAndSwap(true, false) {
+			return status.Error(codes.Unavailable, "the transport is closing")
+		}
+		return nil
+	}})
+	w.up()
+	broken.Store(true)
+	if err := w.call(); err != nil {
+		t.Errorf("a call: %v", err)
+	}
+	broken.Store(true)
+	err := w.Stream(w.ctx, machineID, func(ctx context.Context, client guestv1.GuestServiceClient) error {
+		_, err := client.Wait(ctx, &guestv1.WaitRequest{})
+		return err
+	})
+	if !fault.Is(err, fault.GuestUnreachable) {
+		t.Errorf("a stream: %v", err)
+	}
+}
+
+func TestAGuestThatSaysItIsUnavailableIsBelievedInTheEnd(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open()
+	w.serve(&guest{wait: func() error { return status.Error(codes.Unavailable, "never") }})
+	w.up()
+	begin := time.Now()
+	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) || time.Since(begin) < patience || time.Since(begin) > 3*patience {
+		t.Errorf("after %s: %v", time.Since(begin), err)
+	}
+}
+
+func TestAnErrorSaysWhetherTheMachineWasHeardFrom(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) {
+		t.Errorf("without a link: %v", err)
+	}
+	if _, err := w.Wait(w.ctx, machineID); !fault.Is(err, fault.GuestUnreachable) {
+		t.Errorf("waiting without a link: %v", err)
+	}
+	w.open()
+	if !w.Awaited(machineID) || w.Silent() != 1 {
+		t.Error("the link is not kept")
+	}
+	short, cancel := context.WithTimeout(w.ctx, 10*time.Millisecond)
+	defer cancel()
+	if err := w.Call(short, machineID, nil); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a caller with no time: %v", err)
+	}
+	stop := w.serve(&guest{})
+	w.up()
+	if w.Silent() != 0 {
+		t.Error("it counts as silent")
+	}
+	stop()
+	w.wait("the end of the link", func() bool { return w.Hello(machineID) == nil })
+	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) {
+		t.Errorf("after the last word: %v", err)
+	}
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := w.Wait(w.ctx, machineID)
+		waiting <- err
+	}()
+	sleep(w.ctx, 20*time.Millisecond)
+	w.Drop(machineID)
+	w.Drop(machineID)
+	if err := <-waiting; !fault.Is(err, fault.GuestUnreachable) {
+		t.Errorf("waiting when the link is dropped: %v", err)
+	}
+	if w.Awaited(machineID) {
+		t.Error("a dropped link is kept")
+	}
+}
+
+func TestAMachineThatWasNotYetHeardFromIsRecovering(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open()
+	if err := w.call(); !fault.Is(err, fault.Recovering) {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+func TestCloseEndsEverythingInEveryState(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.open()
+	w.serve(&guest{})
+	w.up()
+	for _, id := range []string{"m_2", "m_3"} {
+		dir := filepath.Join(w.dir, id)
+		unready := &machines{dir: dir}
+		unready.fails.Store(1 << 30)
+		w.Open(Target{MachineID: id, Token: []byte(token), Provider: unready})
+	}
+	w.Close()
+	w.Open(Target{MachineID: "m_4", Provider: &machines{dir: w.dir}})
+	if w.Awaited("m_4") {
+		t.Error("a link is kept after Close")
+	}
+	// That no goroutine is left is what goleak looks for.
+}
+
+func TestAGuestsAnswersBecomeTheBrokersWords(t *testing.T) {
+	t.Parallel()
+	precondition := func(reason string) error {
+		s, err := status.New(codes.FailedPrecondition, "no").WithDetails(&errdetails.ErrorInfo{Reason: reason})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.Err()
+	}
+	for _, test := range []struct {
+		name   string
+		answer error
+		is     error        // or
+		reason fault.Reason //
+	}{
+		{"canceled", status.Error(codes.Canceled, ""), context.Canceled, ""},
+		{"a deadline", status.Error(codes.DeadlineExceeded, ""), context.DeadlineExceeded, ""},
+		{"our own deadline", context.DeadlineExceeded, context.DeadlineExceeded, ""},
+		{"no job", status.Error(codes.NotFound, ""), ErrNoJob, ""},
+		{"dropped", status.Error(codes.OutOfRange, ""), ErrDropped, ""},
+		{"another boot", precondition("OTHER_BOOT"), ErrOtherBoot, ""},
+		{"another generation", precondition("OTHER_GENERATION"), ErrOtherGeneration, ""},
+		{"forgotten", precondition("FORGOTTEN"), ErrForgotten, ""},
+		{"another precondition", precondition("WHATEVER"), nil, fault.WrongState},
+		{"unavailable", status.Error(codes.Unavailable, ""), nil, fault.GuestUnreachable},
+		{"a bad argument", status.Error(codes.InvalidArgument, "spec"), nil, fault.InvalidField},
+		{"unimplemented", status.Error(codes.Unimplemented, ""), nil, fault.CapabilityMissing},
+		{"no room", status.Error(codes.ResourceExhausted, ""), nil, fault.QuotaExceeded},
+		{"permission", status.Error(codes.PermissionDenied, ""), nil, fault.Internal},
+		{"anything", status.Error(codes.Code(99), strings.Repeat("ü", 1<<20)), nil, fault.Internal},
+	} {
+		err := fromGuest(machineID, test.answer)
+		if test.is != nil && !errors.Is(err, test.is) || test.reason != "" && !fault.Is(err, test.reason) {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if len(err.Error()) > 2*maxGuestText {
+			t.Errorf("%s: %d bytes of words", test.name, len(err.Error()))
+		}
+	}
+	if err := errors.New("no status"); fromGuest(machineID, err) == nil {
+		t.Error("an error became none")
+	}
+}
