@@ -60,7 +60,7 @@ func TestFiftySandboxesAtOnce(t *testing.T) {
 	w := start(t)
 	repo := repository(t)
 	var group sync.WaitGroup
-	for i := range 50 {
+	for i := range map[bool]int{false: 50, true: 10}[onDocker()] {
 		group.Go(func() {
 			reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: &berthv1.SandboxSpec{
 				Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repo}},
@@ -91,7 +91,6 @@ func TestFiftySandboxesAtOnce(t *testing.T) {
 type story struct {
 	w       *world
 	number  int
-	counter string // a file that each command of the story appends to: how often it ran
 	problem []string
 }
 
@@ -107,8 +106,8 @@ func (s *story) tell(ctx context.Context) {
 	}
 	sandbox := made.GetSandbox().GetId()
 	code := int32(s.number % 100)
-	job := s.start(ctx, sandbox, "job", fmt.Sprintf("echo job >> %s; for i in 1 2 3 4 5; do echo $i; sleep 0.1; done; exit %d", s.counter, code))
-	endless := s.start(ctx, sandbox, "endless", fmt.Sprintf("echo endless >> %s; sleep 1000", s.counter))
+	job := s.start(ctx, sandbox, "job", fmt.Sprintf("echo job >> count; for i in 1 2 3 4 5; do echo $i; sleep 0.1; done; exit %d", code))
+	endless := s.start(ctx, sandbox, "endless", "echo endless >> count; sleep 1000")
 	if endless != "" {
 		reply, err := s.w.Jobs().StopJob(ctx, &berthv1.StopJobRequest{RequestId: fmt.Sprintf("s%d", s.number), JobId: endless, Grace: durationpb.New(time.Second)})
 		if err != nil || reply.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
@@ -124,13 +123,21 @@ func (s *story) tell(ctx context.Context) {
 			s.wrong("the output is %q (gaps %v, %v)", data, gaps, err)
 		}
 	}
+	s.counted(ctx, sandbox)
 	gone, err := s.w.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{RequestId: fmt.Sprintf("d%d", s.number), SandboxId: sandbox})
 	if err != nil || gone.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
 		s.wrong("destroy: %v, %v", gone, err)
 	}
-	ran, err := os.ReadFile(s.counter)
-	if err != nil || strings.Count(string(ran), "job\n") != 1 || strings.Count(string(ran), "endless\n") > 1 {
-		s.wrong("its commands ran as often as %q says (%v)", ran, err)
+}
+
+// counted checks how often the story's commands ran.
+func (s *story) counted(ctx context.Context, sandbox string) {
+	ran, err := s.w.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{
+		RequestId: fmt.Sprintf("r%d", s.number), SandboxId: sandbox, Spec: &berthv1.JobSpec{Argv: []string{"cat", "count"}},
+	})
+	count := string(ran.GetStdout().GetHead())
+	if err != nil || strings.Count(count, "job\n") != 1 || strings.Count(count, "endless\n") > 1 {
+		s.wrong("its commands ran as often as %q says (%v)", count, err)
 	}
 }
 
@@ -156,12 +163,14 @@ func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
 	t.Logf("BERTH_SEED=%d repeats the moments of the kills, as far as the kernel lets it", seed)
 	moments := rand.New(rand.NewPCG(seed, 1))
 	w := start(t)
-	counters := t.TempDir()
 	stories := make([]*story, 24)
+	if onDocker() {
+		stories = stories[:8] // an engine starts a few machines a second, whatever one does
+	}
 	var telling sync.WaitGroup
 	telling.Go(func() {
 		for i := range stories {
-			stories[i] = &story{w: w, number: i, counter: filepath.Join(counters, strconv.Itoa(i))}
+			stories[i] = &story{w: w, number: i}
 			telling.Go(func() { stories[i].tell(w.ctx) })
 			pause(time.Duration(moments.IntN(300)) * time.Millisecond)
 		}
@@ -217,6 +226,7 @@ func (w *world) state(t *testing.T, id string) berthv1.SandboxState {
 }
 
 func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
+	hostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	w.run(t, sandbox, "echo kept > file")
@@ -257,6 +267,7 @@ func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
 }
 
 func TestAMachineRemovedBehindOurBackIsLost(t *testing.T) {
+	hostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	job := w.start(t, sandbox, "sleep 1000").GetId()
@@ -344,6 +355,7 @@ func TestTermDrainsAndJobsLiveOn(t *testing.T) {
 }
 
 func TestADaemonThatCannotServeSaysWhyInOneLine(t *testing.T) {
+	hostOnly(t)
 	w := start(t)
 	for name, c := range map[string]struct {
 		args  []string
@@ -430,6 +442,7 @@ func typo(t *testing.T) string {
 }
 
 func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
+	hostOnly(t)
 	need.Root(t) // to become another user
 	b := broker.New(t, programs)
 	// The other user needs a directory of its own and programs that it may read.

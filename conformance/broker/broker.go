@@ -8,12 +8,14 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -69,9 +71,10 @@ type Broker struct {
 	Dir      string // short, for sockets; everything of this broker lies below it
 	Address  string
 
-	mu      sync.Mutex
-	process *process
-	args    []string
+	mu       sync.Mutex
+	process  *process
+	args     []string
+	instance string // of the ledger, once it is known
 }
 
 // process is one life of the broker.
@@ -150,6 +153,9 @@ func (b *Broker) TryStart(env ...string) error {
 		if !ok {
 			<-p.exited
 			return fmt.Errorf("berthd exited with %d before it was ready", p.code)
+		}
+		if slices.Contains(b.args, "docker") && b.instance == "" {
+			return b.learnInstance()
 		}
 		return nil
 	case <-timer.C:
@@ -268,7 +274,44 @@ func (b *Broker) Leftovers() []string {
 		}
 		return nil
 	})
+	return append(left, b.containers()...)
+}
+
+// containers lists the containers of this broker, by its label; none where it has no docker machines.
+func (b *Broker) containers() []string {
+	if !slices.Contains(b.args, "docker") {
+		return nil
+	}
+	b.mu.Lock()
+	instance := b.instance
+	b.mu.Unlock()
+	out, err := exec.Command("docker", "ps", "-aq", "--filter", "label=dev.berth.broker="+instance).Output()
+	if err != nil {
+		return []string{"containers cannot be listed: " + err.Error()}
+	}
+	var left []string
+	for _, id := range strings.Fields(string(out)) {
+		left = append(left, "container "+id)
+	}
 	return left
+}
+
+// learnInstance asks the broker for the id that its machines bear.
+func (b *Broker) learnInstance() error {
+	out, err := b.Berth(context.Background(), "info", "-o", "json")
+	if err != nil {
+		return err
+	}
+	var info struct {
+		InstanceID string `json:"instance_id"`
+	}
+	if err := json.Unmarshal(out, &info); err != nil {
+		return fmt.Errorf("read the broker's id: %w", err)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.instance = info.InstanceID
+	return nil
 }
 
 // WantNothingLeft fails the test if there are leftovers that do not go away by themselves.

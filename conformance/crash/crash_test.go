@@ -36,18 +36,24 @@ const (
 // unreached are the failpoints that this story cannot come to, and why. Each has a test of its own in
 // its room.
 var unreached = map[string]string{
-	"storeBeforeMigrate": "the ledger has one schema so far",
-	"storeAfterMigrate":  "the ledger has one schema so far",
-	"storeBeforeRename":  "a copy is made before an upgrade and for a backup only",
-	"storeAfterRename":   "a copy is made before an upgrade and for a backup only",
-	"dockerBeforeCreate": "the story's machines are local",
-	"dockerAfterCreate":  "the story's machines are local",
-	"dockerAfterCopy":    "the story's machines are local",
-	"dockerBeforeStart":  "the story's machines are local",
-	"dockerAfterStart":   "the story's machines are local",
-	"dockerBeforeRemove": "the story's machines are local",
-	"dockerAfterRemove":  "the story's machines are local",
-	"dockerAfterVolume":  "the story's machines are local",
+	"lifecycleBeforeCut":     "the local provider cannot cut a machine off",
+	"lifecycleAfterQuiesce":  "this story does not suspend",
+	"lifecycleBeforeSuspend": "this story does not suspend",
+	"lifecycleAfterSuspend":  "this story does not suspend",
+	"lifecycleBeforeThaw":    "this story does not suspend",
+	"lifecycleAfterThaw":     "this story does not suspend",
+	"storeBeforeMigrate":     "the ledger has one schema so far",
+	"storeAfterMigrate":      "the ledger has one schema so far",
+	"storeBeforeRename":      "a copy is made before an upgrade and for a backup only",
+	"storeAfterRename":       "a copy is made before an upgrade and for a backup only",
+	"dockerBeforeCreate":     "the story's machines are local",
+	"dockerAfterCreate":      "the story's machines are local",
+	"dockerAfterCopy":        "the story's machines are local",
+	"dockerBeforeStart":      "the story's machines are local",
+	"dockerAfterStart":       "the story's machines are local",
+	"dockerBeforeRemove":     "the story's machines are local",
+	"dockerAfterRemove":      "the story's machines are local",
+	"dockerAfterVolume":      "the story's machines are local",
 }
 
 // onEveryCommit are hit again and again in one story, so they are visited at each of the first times.

@@ -162,7 +162,7 @@ func (w *world) start() {
 // stop ends the services as a crash does, as far as the ledger and the guests can tell.
 func (w *world) stop() {
 	w.sandboxes.Close()
-	w.Service.Close()
+	w.Close()
 	w.links.Close()
 }
 

@@ -256,7 +256,9 @@ func TestAResumeGoesOnAfterACrashAtEachStep(t *testing.T) {
 			}()
 			w.wait("the moment of the crash", func() bool { return test.reached(w) })
 			w.stop()
-			<-first
+			if err := <-first; !fault.Is(err, fault.Stopping) {
+				t.Errorf("the caller was told %v", err)
+			}
 			w.restart(test.calm)
 			sandbox, err := w.Resume(w.ctx, call("resume", "r"), w.only().GetId())
 			must(t, err)
@@ -302,7 +304,9 @@ func TestADestroyGoesOnAfterACrashAtEachStep(t *testing.T) {
 			}()
 			w.wait("the moment of the crash", func() bool { return test.reached(w) })
 			w.stop()
-			<-first
+			if err := <-first; !fault.Is(err, fault.Stopping) {
+				t.Errorf("the caller was told %v", err)
+			}
 			w.restart(test.calm)
 			_, err := w.Destroy(w.ctx, call("destroy", "d"), id)
 			must(t, err)
@@ -326,7 +330,9 @@ func TestAFailedCreateIsUndoneAfterACrashAtEachStep(t *testing.T) {
 			}()
 			w.wait("the moment of the crash", func() bool { return test.reached(w) })
 			w.stop()
-			<-first
+			if err := <-first; !fault.Is(err, fault.Stopping) {
+				t.Errorf("the caller was told %v", err)
+			}
 			w.restart(test.calm)
 			if _, err := w.create("c"); !fault.Is(err, fault.WorkspaceFailed) {
 				t.Errorf("the error is %v", err)

@@ -129,6 +129,9 @@ func (s *Service) Look(ctx context.Context, machineID string) Verdict {
 func (s *Service) MarkStopped(ctx context.Context, machineID string) error {
 	var open []string
 	err := s.mark(ctx, machineID, func(tx *store.Tx, _ *recordv1.MachineRecord, sandbox *recordv1.SandboxRecord) (string, string, error) {
+		if sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_RUNNING {
+			return "", "", nil // some providers suspend a machine by stopping it; resuming finds out
+		}
 		cause := fault.New(fault.WrongState, "the machine's guest and processes are gone (killed, or the host was rebooted): resume the sandbox to go on with its disk")
 		sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_STOPPED, problem(cause, s.opts.Now())
 		open = nil

@@ -189,6 +189,9 @@ func (s *Service) workspace(ctx context.Context, operation *recordv1.OperationRe
 
 // ready lets commands in.
 func (s *Service) ready(ctx context.Context, operation *recordv1.OperationRecord) error {
+	if err := s.cutEgress(ctx, operation.GetMachineId()); err != nil {
+		return err
+	}
 	info, err := s.providerInfo(ctx, operation.GetMachineId())
 	if err != nil {
 		return err
@@ -214,6 +217,32 @@ func (s *Service) ready(ctx context.Context, operation *recordv1.OperationRecord
 		}
 		return errors.Join(tx.PutSandbox(sandbox, "sandbox.running", ""), tx.DeleteOperation(operation.GetId()))
 	})
+}
+
+// cutEgress cuts a machine off from the network where its sandbox asked for that: after its setup, which
+// may need it, and before the first command. A provider that could not do it was refused at the start.
+func (s *Service) cutEgress(ctx context.Context, machineID string) error {
+	machine, err := s.machineRecord(machineID)
+	if err != nil || machine.GetSpec().GetEgress().GetMode() != berthv1.Egress_MODE_NONE {
+		return err
+	}
+	_, provider, err := s.provider(machine.GetProvider())
+	if err != nil {
+		return err
+	}
+	cutter, able := provider.(providers.EgressCutter)
+	if !able {
+		return fault.New(fault.CapabilityMissing, "spec.egress: provider %s cannot cut a machine off from the network", machine.GetProvider()).
+			With("provider", machine.GetProvider()).With("capability", string(providers.CapEgressNone))
+	}
+	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	defer cancel()
+	// gofail: var lifecycleBeforeCut struct{}
+	// fault.Die()
+	if err := cutter.CutEgress(ctx, s.machine(machine)); err != nil {
+		return fmt.Errorf("cut machine %s off from the network: %w", machineID, err)
+	}
+	return nil
 }
 
 func (s *Service) providerInfo(ctx context.Context, machineID string) (providers.Info, error) {

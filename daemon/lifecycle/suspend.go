@@ -151,8 +151,22 @@ func (s *Service) wake(ctx context.Context, operation *recordv1.OperationRecord)
 	})
 }
 
-// thaw lets a suspended machine go on.
+// thaw lets a suspended machine go on. One that is stopped, because that is how its provider suspends
+// or because somebody killed it, is booted again instead, in a new generation.
 func (s *Service) thaw(ctx context.Context, operation *recordv1.OperationRecord) error {
+	machine, err := s.machineRecord(operation.GetMachineId())
+	if err != nil {
+		return err
+	}
+	found, err := s.inspect(ctx, machine)
+	switch {
+	case errors.Is(err, providers.ErrNotFound):
+		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.GetId())
+	case err != nil:
+		return fmt.Errorf("look at machine %s: %w", machine.GetId(), err)
+	case found.State == providers.MachineStopped:
+		return s.advance(ctx, operation, "boot", nil)
+	}
 	// gofail: var lifecycleBeforeThaw struct{}
 	// fault.Die()
 	if err := s.unfreeze(ctx, operation); err != nil {

@@ -172,7 +172,7 @@ func (w *world) setHooks(prepare func(context.Context) error, settle func(contex
 
 // stop ends the service as a crash does, as far as the ledger and the machines can tell.
 func (w *world) stop() {
-	w.Service.Close()
+	w.Close()
 	w.links.Close()
 }
 

@@ -93,7 +93,7 @@ func wantAbsent(t *testing.T, p *Provider, id string) {
 	if found, err := p.Inspect(t.Context(), id); !errors.Is(err, providers.ErrNotFound) {
 		t.Fatalf("machine %s is %v (%v), want none", id, found.State, err)
 	}
-	if left, err := (&machine{ID: id}).members(); err != nil || len(left) > 0 {
+	if left, err := (&machine{dir: filepath.Join(p.world.dir, id)}).members(); err != nil || len(left) > 0 {
 		t.Fatalf("processes %v of machine %s are left (%v)", left, id, err)
 	}
 }

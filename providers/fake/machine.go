@@ -32,7 +32,8 @@ const (
 	newPrefix  = ".new-"  // of one that is being made
 )
 
-// machineVariable marks every process of a machine, by which they are found.
+// machineVariable marks every process of a machine, by which they are found: its value is the
+// machine's directory, for tests may give two machines one id.
 const machineVariable = "BERTH_FAKE_MACHINE"
 
 // lockFD is the descriptor at which a guest finds its lock.
@@ -193,7 +194,7 @@ func (m *machine) start(program string, token []byte, lock *os.File) (int, error
 	config := &guestv1.BootConfig{
 		MachineId: m.ID, Token: token, DialSocket: filepath.Join(m.ListenDir, reverse.SocketName),
 		SpoolDir: m.path("spool"), Workspace: m.path("workspace"), Generation: m.Generation,
-		Env: map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/", machineVariable: m.ID},
+		Env: map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/", machineVariable: m.dir},
 	}
 	content, err := protojson.Marshal(config)
 	if err != nil {
@@ -274,7 +275,7 @@ func (m *machine) killMembers(ctx context.Context) error {
 
 // members are the living processes of the machine.
 func (m *machine) members() ([]int, error) {
-	return processesWith("environ", "\x00"+machineVariable+"="+m.ID+"\x00")
+	return processesWith("environ", "\x00"+machineVariable+"="+m.dir+"\x00")
 }
 
 // signalGuest sends a signal to the machine's guest, if it lives.

@@ -133,7 +133,9 @@ func readConfig(path string, c *config) error {
 }
 
 // configNames are the settings of a file: the flags' own names.
-var configNames = []string{"state", "run", "listen", "provider", "guest", "log-format", "log-level", "retention"}
+var configNames = []string{
+	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level", "retention",
+}
 
 // oneLine is the library's error, which is several lines, as this daemon's, which is one.
 func oneLine(err error) string {

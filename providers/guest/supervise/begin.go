@@ -343,23 +343,23 @@ func (j *job) connectInput(p *plumbing, stdin *berthv1.Stdin) {
 	_, given := stdin.GetSource().(*berthv1.Stdin_Data)
 	switch {
 	case p.terminal:
-		j.input.open(j.pipes[0].file, true)
+		j.input.open(j.pipes[0].file, true, 0)
 	case stdin.GetOpen():
-		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false)
+		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false, 0)
 		return
 	case p.stdin == noFile:
 		j.input.none(0)
 		return
 	default:
 		n, _ := unix.Write(p.stdin, data)
+		n = max(n, 0)
 		if n == len(data) {
 			j.input.none(n)
 			_ = unix.Close(p.stdin)
 			return
 		}
-		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false)
-		data = data[max(n, 0):]
-		j.input.received = uint64(max(n, 0))
+		j.input.open(os.NewFile(uintptr(p.stdin), "stdin"), false, n)
+		data = data[n:]
 	}
 	if given {
 		j.input.preload(j.supervisor, data)

@@ -43,12 +43,16 @@ type input struct {
 
 // none makes it a stdin that has ended, after length bytes.
 func (in *input) none(length int) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
 	in.received, in.ended = uint64(length), true
 }
 
-// open makes it one that bytes are fed to.
-func (in *input) open(file *os.File, tty bool) {
-	in.file, in.tty = file, tty
+// open makes it one that bytes are fed to, of which some were taken already.
+func (in *input) open(file *os.File, tty bool, taken int) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.file, in.tty, in.received = file, tty, uint64(taken)
 }
 
 // preload makes bytes all that ever comes.

@@ -360,6 +360,16 @@ func (j *job) finished() bool {
 	return j.open == 0
 }
 
+// hasBegun says whether the call that begins it is through; that call announces the job then.
+func (j *job) hasBegun() bool {
+	select {
+	case <-j.begun:
+		return true
+	default:
+		return false
+	}
+}
+
 // onDisk says whether it may have spooled to files.
 func (j *job) onDisk() bool { return j.streams[0].OnDisk() || j.streams[1].OnDisk() }
 

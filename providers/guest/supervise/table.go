@@ -144,7 +144,7 @@ func (t *table) changes(since uint64, limit int, durableOnly bool) (jobs []*job,
 		if j.cursor.Load() <= since {
 			break
 		}
-		if j.durable || !durableOnly {
+		if (j.durable || !durableOnly) && j.hasBegun() {
 			jobs = append(jobs, j)
 		}
 	}
