@@ -29,31 +29,26 @@ const (
 	storyMost   = 90 * time.Second // for one line of work with a crash in it
 	buildMost   = 10 * time.Minute
 	restartMost = 20                     // crashes in one story; more is a crash loop
-	commitsIn   = 24                     // a story's commits, roughly; each is a place to crash before and after
+	commitsIn   = 30                     // a story's commits, roughly; each is a place to crash before and after
 	lookEvery   = 100 * time.Millisecond // at something that is waited for
 )
 
 // unreached are the failpoints that this story cannot come to, and why. Each has a test of its own in
 // its room.
 var unreached = map[string]string{
-	"lifecycleBeforeCut":     "the local provider cannot cut a machine off",
-	"lifecycleAfterQuiesce":  "this story does not suspend",
-	"lifecycleBeforeSuspend": "this story does not suspend",
-	"lifecycleAfterSuspend":  "this story does not suspend",
-	"lifecycleBeforeThaw":    "this story does not suspend",
-	"lifecycleAfterThaw":     "this story does not suspend",
-	"storeBeforeMigrate":     "the ledger has one schema so far",
-	"storeAfterMigrate":      "the ledger has one schema so far",
-	"storeBeforeRename":      "a copy is made before an upgrade and for a backup only",
-	"storeAfterRename":       "a copy is made before an upgrade and for a backup only",
-	"dockerBeforeCreate":     "the story's machines are local",
-	"dockerAfterCreate":      "the story's machines are local",
-	"dockerAfterCopy":        "the story's machines are local",
-	"dockerBeforeStart":      "the story's machines are local",
-	"dockerAfterStart":       "the story's machines are local",
-	"dockerBeforeRemove":     "the story's machines are local",
-	"dockerAfterRemove":      "the story's machines are local",
-	"dockerAfterVolume":      "the story's machines are local",
+	"lifecycleBeforeCut": "the local provider cannot cut a machine off",
+	"storeBeforeMigrate": "the ledger has one schema so far",
+	"storeAfterMigrate":  "the ledger has one schema so far",
+	"storeBeforeRename":  "a copy is made before an upgrade and for a backup only",
+	"storeAfterRename":   "a copy is made before an upgrade and for a backup only",
+	"dockerBeforeCreate": "the story's machines are local",
+	"dockerAfterCreate":  "the story's machines are local",
+	"dockerAfterCopy":    "the story's machines are local",
+	"dockerBeforeStart":  "the story's machines are local",
+	"dockerAfterStart":   "the story's machines are local",
+	"dockerBeforeRemove": "the story's machines are local",
+	"dockerAfterRemove":  "the story's machines are local",
+	"dockerAfterVolume":  "the story's machines are local",
 }
 
 // onEveryCommit are hit again and again in one story, so they are visited at each of the first times.
@@ -102,7 +97,7 @@ func term(name string, nth int) string {
 }
 
 // story is one line of work with one crash in it: a repository cloned, a command, a job that ends, a
-// job that is stopped, and the end of it all.
+// job that is stopped, a freeze, and the end of it all.
 type story struct {
 	t       *testing.T
 	broker  *broker.Broker
@@ -205,6 +200,7 @@ func (s *story) work() {
 	job := s.start(sandbox, "job", "echo job >> "+s.counter+"; echo one; sleep 0.3; echo two; exit 42")
 	endless := s.start(sandbox, "endless", "echo endless >> "+s.counter+"; sleep 1000")
 	s.stop(endless)
+	s.suspend(sandbox)
 	s.wait(sandbox, job)
 	s.run(sandbox)
 	if _, err := s.client.Sandboxes().DestroySandbox(s.ctx, &berthv1.DestroySandboxRequest{RequestId: "destroy", SandboxId: sandbox}); err != nil {
@@ -306,6 +302,17 @@ func (s *story) stop(job string) {
 	case cause == berthv1.Cause_CAUSE_STOPPED, s.inGuest && cause == berthv1.Cause_CAUSE_LOST:
 	default:
 		s.t.Errorf("a stopped job ended as %v", reply.GetJob().GetOutcome())
+	}
+}
+
+// suspend freezes the sandbox and lets it go on.
+func (s *story) suspend(sandbox string) {
+	_, err := s.client.Sandboxes().SuspendSandbox(s.ctx, &berthv1.SuspendSandboxRequest{RequestId: "suspend", SandboxId: sandbox})
+	if err == nil {
+		_, err = s.client.Sandboxes().ResumeSandbox(s.ctx, &berthv1.ResumeSandboxRequest{RequestId: "resume", SandboxId: sandbox})
+	}
+	if err != nil && !s.inGuest {
+		s.t.Errorf("suspend and resume: %v", err)
 	}
 }
 

@@ -408,10 +408,6 @@ func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("the error is %v", err)
 	}
-	defer func() {
-		jobs, _, _, _ := w.List(namespace, Filter{}, store.Page{Size: 10})
-		t.Log(jobs)
-	}()
 	w.wait("its end", func() bool {
 		jobs, _, _, err := w.List(namespace, Filter{SandboxID: sandbox.GetId(), States: []berthv1.JobState{berthv1.JobState_JOB_STATE_DONE}}, store.Page{Size: 10})
 		return err == nil && len(jobs) == 2

@@ -22,6 +22,7 @@ import (
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/store"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -188,6 +189,9 @@ func (l *liar) Start(_ context.Context, request *guestv1.StartRequest) (*guestv1
 func (l *liar) Run(_ context.Context, request *guestv1.RunRequest) (*guestv1.RunResponse, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.run == nil {
+		return nil, status.Error(codes.DeadlineExceeded, "the caller's time is over")
+	}
 	return l.run(request), nil
 }
 
@@ -449,6 +453,18 @@ func TestARunReturnsNoMoreThanWasAskedFor(t *testing.T) {
 			t.Errorf("%s: %d and %d bytes, %v (%v)", name, len(ran.Stdout.GetHead()), len(ran.Stdout.GetTail()), ran.Job, err)
 		}
 	}
+}
+
+func TestACommandWhoseGuestIsFirstToSayThatItsCallersTimeIsOverIsRecorded(t *testing.T) {
+	t.Parallel()
+	w, _, sandbox, _ := lying(t)
+	if _, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("the error is %v", err)
+	}
+	w.wait("its record", func() bool {
+		jobs, _, _, err := w.List(namespace, Filter{SandboxID: sandbox.GetId()}, store.Page{Size: 10})
+		return err == nil && len(jobs) == 1 && isDone(jobs[0])
+	})
 }
 
 func TestAGuestThatNamesEndlessJobsIsNotListenedToForEver(t *testing.T) {

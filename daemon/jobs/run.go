@@ -1,6 +1,7 @@
 package jobs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -81,9 +82,10 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 		response, err = guest.Run(ctx, request)
 		return err
 	})
-	if ctx.Err() != nil {
+	// The guest counts the caller's deadline too, and may be the first to say that it is over.
+	if ctx.Err() != nil || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
 		s.callerLeft(job, request.GetStart().GetKillOnDisconnect(), grace)
-		return nil, ctx.Err()
+		return nil, cmp.Or(ctx.Err(), err)
 	}
 	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrForgotten) || errors.Is(err, guestlink.ErrOtherGeneration) {
 		s.conclude(job, lost("guest_restarted: the machine's guest was started again while the command ran or was about to"))

@@ -555,17 +555,6 @@ func TestACreateIsGivenUpWhenItsProviderStaysAway(t *testing.T) {
 	w.wantNothing()
 }
 
-func TestAClockThatIsSetBackDelaysNoAttempt(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable, Times: 1})
-	w.ahead.Store(int64(24 * time.Hour))
-	go func() { _, _ = w.create("c") }()
-	w.wait("an attempt", func() bool { return w.operation().GetAttempts() == 1 })
-	w.ahead.Store(0)
-	w.wait("the sandbox", func() bool { return w.only().GetState() == running })
-}
-
 func TestAnUnhealthyProviderIsRefusedBeforeAnythingIsMade(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

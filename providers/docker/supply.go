@@ -255,6 +255,11 @@ func (p *Provider) createHelper(ctx context.Context, image imageFacts, mounts []
 		}
 		err = create()
 	}
+	if errdefs.IsConflict(err) {
+		// The engine was still at work on what the broker of before had asked for: the next attempt
+		// finds it and removes it.
+		err = fmt.Errorf("%w: %w", err, providers.ErrAmbiguous)
+	}
 	return id, err
 }
 

@@ -4,10 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"syscall"
 	"testing"
 	"time"
 
@@ -59,7 +59,7 @@ func open(t *testing.T) (*Provider, string) {
 // again makes another provider over the same directory, as a broker does that is started again.
 func again(t *testing.T, dir string) *Provider {
 	t.Helper()
-	p, err := New(Options{Dir: filepath.Join(dir, "m"), BrokerID: broker, GuestPath: func(string) (string, error) { return guest, nil }})
+	p, err := New(Options{Dir: filepath.Join(dir, "m"), BrokerID: broker, Log: slog.New(slog.DiscardHandler), GuestPath: func(string) (string, error) { return guest, nil }})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -277,7 +277,7 @@ func TestAHalfDestroyedMachineIsFoundAndFinished(t *testing.T) {
 	if _, err := p.Create(t.Context(), spec(dir, "m_a")); !errors.Is(err, providers.ErrRefused) {
 		t.Fatalf("a machine that is to be destroyed was booted: %v", err)
 	}
-	must(t, m.signalGuest(syscall.SIGKILL))
+	must(t, p.World().Kill(t.Context(), "m_a"))
 	must(t, os.Rename(m.dir, p.World().gone("m_a")))
 	wantState(t, p, "m_a", providers.MachinePartial)
 	listed, err := p.List(t.Context())

@@ -267,11 +267,7 @@ func TestAJobIsKilledWithItsWholeTree(t *testing.T) {
 			seconds := unique()
 			// Ignores TERM, makes a session of its own, loses its parent and, where more than that holds
 			// it, its environment.
-			clean := "env -i"
-			if way.kind == guestv1.Containment_CONTAINMENT_PROCESS_GROUP {
-				clean = "env"
-			}
-			r := shell(fmt.Sprintf("trap '' TERM; (%s setsid sh -c \"trap '' TERM; (setsid sleep %s) & setsid sleep %s\" &) ; while :; do sleep %s; done", clean, seconds, seconds, seconds))
+			r := shell(fmt.Sprintf("trap '' TERM; (%s setsid sh -c \"trap '' TERM; (setsid sleep %s) & setsid sleep %s\" &) ; while :; do sleep %s; done", way.clean(), seconds, seconds, seconds))
 			r.Command.Timeout = durationpb.New(300 * time.Millisecond)
 			r.Command.KillGrace = durationpb.New(200 * time.Millisecond)
 			start := time.Now()

@@ -145,15 +145,19 @@ func TestOneLongLineAndAMillionTinyWrites(t *testing.T) {
 	}
 }
 
-// A tree that TERM does not end, that left its session and its parent, and its environment where
-// more than that holds it.
-func stubborn(w way, seconds string) string {
-	clean := "env -i"
+// clean clears a daemon's environment, where more than that holds it.
+func (w way) clean() string {
 	if w.kind == guestv1.Containment_CONTAINMENT_PROCESS_GROUP {
-		clean = "env"
+		return "env"
 	}
+	return "env -i"
+}
+
+// stubborn is a tree that TERM does not end, and that left its session, its parent and, where it can,
+// its environment.
+func stubborn(w way, seconds string) string {
 	return fmt.Sprintf("trap '' TERM; (%s setsid sh -c \"trap '' TERM; (setsid sleep %s &); (setsid sh -c '(sleep %s &) ; exec sleep %s' &) ; exec sleep %s\" &); sleep %s",
-		clean, seconds, seconds, seconds, seconds, seconds)
+		w.clean(), seconds, seconds, seconds, seconds, seconds)
 }
 
 func TestAKillTakesItsJobAndNoOther(t *testing.T) {
@@ -161,7 +165,7 @@ func TestAKillTakesItsJobAndNoOther(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m := way.boot(t)
 			spared, taken := unique(), unique()
-			m.run(shell("setsid sleep " + spared + " >/dev/null 2>&1 & setsid env -i sleep " + spared + " & true"))
+			m.run(shell("setsid sleep " + spared + " >/dev/null 2>&1 & setsid " + way.clean() + " sleep " + spared + " & true"))
 			m.begin(shell("sleep " + spared + "; true"))
 			r := shell(stubborn(way, taken))
 			r.Command.Timeout, r.Command.KillGrace = durationpb.New(300*time.Millisecond), durationpb.New(100*time.Millisecond)
