@@ -44,14 +44,28 @@ test: $(TESTSUM) ## vet and test everything; what was skipped is listed at the e
 	$(TESTSUM) -vet=off ./...
 
 .PHONY: race
-race: $(TESTSUM) ## the same tests under the race detector (needs a C compiler)
+race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler; the suites run built programs)
 	@command -v "$$(go env CC)" >/dev/null || { \
 		echo "make race: the race detector needs a C compiler, and there is no $$(go env CC) here (install gcc)" >&2; exit 1; }
-	CGO_ENABLED=1 $(TESTSUM) -vet=off -race ./...
+	CGO_ENABLED=1 $(TESTSUM) -vet=off -race $$(go list ./... | grep -v '/conformance/')
 
 .PHONY: crash
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
-	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/...
+	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
+
+# The image is made anew for each run and removed after it.
+IMAGE := berth-conformance:$(shell date +%s)
+.PHONY: conformance
+conformance: $(TESTSUM) ## the API suite on every provider that is here (docker needs an engine and debootstrap)
+	BERTH_PROVIDER=local $(TESTSUM) -vet=off -count=1 ./conformance/api
+	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
+	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
+	conformance/image.sh $(IMAGE) && status=0; \
+	for provider in docker docker-bridge; do \
+		echo "on $$provider:"; \
+		BERTH_PROVIDER=$$provider BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 ./conformance/api || status=1; \
+	done; \
+	docker image rm -f $(IMAGE) >/dev/null; exit $$status
 
 .PHONY: bench
 bench: build ## measure what it costs, beside what it stands on; prints a table and writes bench.json
