@@ -56,8 +56,8 @@ crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance
-conformance: $(TESTSUM) ## the API suite on every provider that is here (docker needs an engine and debootstrap)
-	BERTH_PROVIDER=local $(TESTSUM) -vet=off -count=1 ./conformance/api
+conformance: $(TESTSUM) ## the API suite on every other provider that is here (docker needs an engine and debootstrap)
+	BERTH_PROVIDER=local-plain $(TESTSUM) -vet=off -count=1 ./conformance/api
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
 	conformance/image.sh $(IMAGE) && status=0; \
@@ -66,6 +66,16 @@ conformance: $(TESTSUM) ## the API suite on every provider that is here (docker 
 		BERTH_PROVIDER=$$provider BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 ./conformance/api || status=1; \
 	done; \
 	docker image rm -f $(IMAGE) >/dev/null; exit $$status
+
+# Go fuzzes one target of one package at a time.
+FUZZTIME ?= 5s
+.PHONY: fuzz
+fuzz: ## fuzz everything that parses what a peer sends, for FUZZTIME each (default 5s)
+	@grep -rl '^func Fuzz' --include='*_test.go' . | xargs -n 1 dirname | sort -u | while read -r room; do \
+		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' $$room/*_test.go | while read -r target; do \
+			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$room || exit 1; \
+		done || exit 1; \
+	done
 
 .PHONY: bench
 bench: build ## measure what it costs, beside what it stands on; prints a table and writes bench.json

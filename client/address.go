@@ -42,6 +42,20 @@ func addressFor(lookup func(string) (string, bool), uid int) string {
 // it first, so its owner is checked before every dial.
 func sharedDir(uid int) string { return "/tmp/berth-" + strconv.Itoa(uid) }
 
+// AddressError says that an address is none of a broker's: nothing was dialled.
+type AddressError struct {
+	Address string
+	// Problem says how an address must be.
+	Problem string
+}
+
+// Error names the address and what is wrong with it.
+func (e *AddressError) Error() string { return fmt.Sprintf("address %q: %s", e.Address, e.Problem) }
+
+func refuse(address, format string, args ...any) error {
+	return &AddressError{Address: address, Problem: fmt.Sprintf(format, args...)}
+}
+
 // place is where to dial.
 type place struct {
 	network   string // unix or tcp
@@ -57,17 +71,16 @@ func parseAddress(address string, secured bool) (place, error) {
 	case found && scheme == "tcp":
 		return parseTCP(address, rest, secured)
 	default:
-		return place{}, fmt.Errorf("address %q: it must be unix:///path or tcp://host:port", address)
+		return place{}, refuse(address, "it must be unix:///path or tcp://host:port")
 	}
 }
 
 func parseSocket(address, path string) (place, error) {
 	if !filepath.IsAbs(path) {
-		return place{}, fmt.Errorf("address %q: the socket's path must be absolute, as in unix:///run/berth/berthd.sock", address)
+		return place{}, refuse(address, "the socket's path must be absolute, as in unix:///run/berth/berthd.sock")
 	}
 	if len(path) > maxSocketPath {
-		return place{}, fmt.Errorf("address %q: the socket's path has %d bytes, the kernel allows %d: choose a shorter one",
-			address, len(path), maxSocketPath)
+		return place{}, refuse(address, "the socket's path has %d bytes, the kernel allows %d: choose a shorter one", len(path), maxSocketPath)
 	}
 	return place{network: "unix", address: path, authority: "localhost"}, nil
 }
@@ -75,11 +88,11 @@ func parseSocket(address, path string) (place, error) {
 func parseTCP(address, hostPort string, secured bool) (place, error) {
 	host, port, err := net.SplitHostPort(hostPort)
 	if err != nil || host == "" || port == "" {
-		return place{}, fmt.Errorf("address %q: it must be tcp://host:port", address)
+		return place{}, refuse(address, "it must be tcp://host:port")
 	}
 	ip := net.ParseIP(host)
 	if !secured && host != "localhost" && (ip == nil || !ip.IsLoopback()) {
-		return place{}, fmt.Errorf("address %q: beyond loopback the connection needs TLS credentials; without them only localhost, 127.0.0.1 and [::1] are dialled", address)
+		return place{}, refuse(address, "beyond loopback the connection needs TLS credentials; without them only localhost, 127.0.0.1 and [::1] are dialled")
 	}
 	return place{network: "tcp", address: hostPort, authority: hostPort}, nil
 }

@@ -47,8 +47,9 @@ const (
 	// inputPieceBytes is sent in one message of input: large enough to be cheap, small enough that a
 	// terminal's new size does not wait behind it.
 	inputPieceBytes = 64 << 10
-	// thanksWait is how long the end of an attached command waits for the broker to see that it was
-	// received; a broker that answers does at once, and one that does not only keeps the end longer.
+	// thanksWait bounds how long the end of an attached command waits for the broker to see that it was
+	// received. A broker hears the thanks without it, and answers at once; the bound is for one that does
+	// not answer any more, which only keeps the job's end longer.
 	thanksWait = 250 * time.Millisecond
 	// maxSignal is the highest signal's number.
 	maxSignal = 64
@@ -93,8 +94,8 @@ func WithDialOptions(opts ...grpc.DialOption) Option {
 }
 
 // Dial returns a client for the broker at an address: unix:///path, tcp://host:port, or empty for
-// DefaultAddress. It only checks the address; connecting is left to the first call. Without
-// WithTransportCredentials a TCP host must be loopback.
+// DefaultAddress. It only checks the address, whose error is an *AddressError; connecting is left to the
+// first call. Without WithTransportCredentials a TCP host must be loopback.
 func Dial(address string, opts ...Option) (*Client, error) {
 	o := options{patience: defaultPatience, firstPatience: firstPatience}
 	for _, opt := range opts {

@@ -23,6 +23,10 @@ type contact struct {
 	dialError error     // of the newest dial; nil when it got through
 }
 
+// ErrOthersSocket is why a socket is not dialled: its directory, which anybody may make, is another user's.
+// Set AddressVariable to the broker's own address.
+var ErrOthersSocket = errors.New("it belongs to another user")
+
 // UnreachableError says that the broker did not answer: nobody listens at its address, or the
 // connection broke. Its gRPC code is UNAVAILABLE.
 type UnreachableError struct {

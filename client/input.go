@@ -197,38 +197,17 @@ func (c *Client) feedPiece(ctx context.Context, request *berthv1.WriteJobInputRe
 	}
 }
 
-// InputOffset returns how far a job's standard input was taken: where Feed goes on behind it. It takes
-// the input over from whoever is attached to the job. Errors: JOB_NOT_FOUND, *UnreachableError.
+// InputOffset returns how far a job's standard input was taken: where Feed goes on behind it. Errors:
+// JOB_NOT_FOUND, WRONG_STATE for a job that is over, *UnreachableError, ctx's end.
 func (c *Client) InputOffset(ctx context.Context, jobID string) (uint64, error) {
 	for idle := 0; ; idle++ {
-		offset, err := c.askInputOffset(ctx, jobID)
+		// Without data and eof it writes nothing and only answers.
+		reply, err := c.Jobs().WriteJobInput(ctx, &berthv1.WriteJobInputRequest{JobId: jobID})
 		if err == nil || !c.keepWaiting(ctx, err) {
-			return offset, err
+			return reply.GetNextOffset(), err
 		}
 		if !pause(ctx, backoffFor(idle, err)) {
 			return 0, endedWhile(ctx, "asking how far the input of job "+jobID+" was taken")
 		}
 	}
-}
-
-// askInputOffset attaches to the end of the output for as long as the first reply takes.
-func (c *Client) askInputOffset(ctx context.Context, jobID string) (uint64, error) {
-	poll, err := c.Jobs().PollJob(ctx, &berthv1.PollJobRequest{JobId: jobID})
-	if err != nil {
-		return 0, err
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := c.Jobs().Exec(ctx)
-	if err != nil {
-		return 0, err
-	}
-	a := newAttachment(c, ExecIO{})
-	a.jobID = jobID
-	a.stdout.offset, a.stderr.offset = poll.GetJob().GetStdout().GetTotalBytes(), poll.GetJob().GetStderr().GetTotalBytes()
-	if err := stream.Send(a.first()); err != nil && !errors.Is(err, io.EOF) {
-		return 0, err
-	}
-	reply, err := stream.Recv()
-	return reply.GetStarted().GetInputOffset(), err
 }

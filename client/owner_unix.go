@@ -17,7 +17,7 @@ func checkOwner(dir string) error {
 	}
 	stat, ok := info.Sys().(*syscall.Stat_t)
 	if !ok || !info.IsDir() || int(stat.Uid) != os.Getuid() {
-		return fmt.Errorf("%s belongs to another user: set %s to the broker's own address", dir, AddressVariable)
+		return fmt.Errorf("%s: %w", dir, ErrOthersSocket)
 	}
 	return nil
 }

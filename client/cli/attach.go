@@ -34,6 +34,7 @@ type stay struct {
 
 	mu      sync.Mutex
 	started bool
+	notKept string // why the command's output is missing, if it was over already and kept none
 }
 
 // streams says what an attached command gets.
@@ -51,7 +52,7 @@ func (p *program) attached(ctx context.Context, c *client.Client, with streams, 
 
 	io := client.ExecIO{
 		Stdout: p.Stdout, Stderr: p.Stderr, Signals: s.signals, RequestID: p.requestID,
-		Started: func(*berthv1.Job) { s.noteStart() }, Gap: p.sayGap,
+		Started: s.noteStart, Gap: s.sayGap,
 	}
 	if with.interactive {
 		io.Stdin = p.Stdin
@@ -76,10 +77,10 @@ func (p *program) attached(ctx context.Context, c *client.Client, with streams, 
 	return p.exitAs(job)
 }
 
-func (s *stay) noteStart() {
+func (s *stay) noteStart(job *berthv1.Job) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.started = true
+	s.started, s.notKept = true, notKept(job)
 }
 
 // interrupt takes a signal that this process got: the first is the command's, the second kills it, the
@@ -147,14 +148,21 @@ func hasStatus(err error) bool {
 	return ok
 }
 
-// sayGap says which bytes of an attached command's output were dropped.
-func (p *program) sayGap(stream berthv1.Stream, from, to uint64) {
-	p.complain("", gapWords(stream, from, to))
+// sayGap says which bytes of an attached command's output are missing.
+func (s *stay) sayGap(stream berthv1.Stream, from, to uint64) {
+	s.mu.Lock()
+	why := s.notKept
+	s.mu.Unlock()
+	s.program.complain("", gapWords(stream, from, to, why))
 }
 
-func gapWords(stream berthv1.Stream, from, to uint64) string {
+// gapWords says which bytes are missing, and why: notKept, where that is not empty.
+func gapWords(stream berthv1.Stream, from, to uint64, notKept string) string {
 	name := strings.ToLower(strings.TrimPrefix(stream.String(), "STREAM_"))
-	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit)", from, to, name, to-from)
+	if notKept != "" {
+		return fmt.Sprintf("bytes %d to %d of %s were %s", from, to, name, notKept)
+	}
+	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit; a higher --output-limit keeps more)", from, to, name, to-from)
 }
 
 func (p *program) attachCommand() *cobra.Command {

@@ -123,7 +123,9 @@ func (p *program) versionCommand() *cobra.Command {
 		ValidArgsFunction: cobra.NoFileCompletions,
 	}
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		if err := p.showVersion(cmd.Context()); err != nil {
+		if err := p.showVersion(cmd.Context()); isUsage(err) {
+			return err
+		} else if err != nil {
 			return &exitError{code: exitFailure, err: err}
 		}
 		return nil
@@ -138,6 +140,9 @@ func (p *program) showVersion(ctx context.Context) error {
 		return p.printLine(own)
 	}
 	broker, address, err := p.brokerVersion(ctx)
+	if isUsage(err) {
+		return err
+	}
 	if p.output == outputJSON {
 		line, err := json.Marshal(struct {
 			Client string `json:"client"`

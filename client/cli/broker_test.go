@@ -311,6 +311,15 @@ func (b *broker) ResumeSandbox(_ context.Context, r *berthv1.ResumeSandboxReques
 	return &berthv1.ResumeSandboxResponse{Sandbox: sandbox}, err
 }
 
+func (b *broker) SuspendSandbox(_ context.Context, r *berthv1.SuspendSandboxRequest) (*berthv1.SuspendSandboxResponse, error) {
+	b.note(r)
+	sandbox, err := b.sandbox(r.GetSandboxId())
+	if err == nil && sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
+		err = failure(codes.FailedPrecondition, "WRONG_STATE", "sandbox "+sandbox.GetId()+" is DESTROYED", map[string]string{"state": "DESTROYED"})
+	}
+	return &berthv1.SuspendSandboxResponse{Sandbox: sandbox}, err
+}
+
 func (b *broker) DestroySandbox(_ context.Context, r *berthv1.DestroySandboxRequest) (*berthv1.DestroySandboxResponse, error) {
 	b.note(r)
 	sandbox, err := b.sandbox(r.GetSandboxId())
@@ -321,7 +330,8 @@ func (b *broker) runnable(id string) error {
 	sandbox, err := b.sandbox(id)
 	if err == nil && sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_RUNNING {
 		state := strings.TrimPrefix(sandbox.GetState().String(), "SANDBOX_STATE_")
-		err = failure(codes.FailedPrecondition, "WRONG_STATE", "sandbox "+id+" is "+state+", commands run in RUNNING ones", map[string]string{"state": state})
+		err = failure(codes.FailedPrecondition, "WRONG_STATE", "sandbox "+id+" is "+state+", not RUNNING: resume it first",
+			map[string]string{"state": state, "sandbox_id": id})
 	}
 	return err
 }
@@ -340,7 +350,7 @@ var outcomes = map[string]*berthv1.Outcome{
 	},
 	"expired": {Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: "expired: the broker was away for 2m"},
 	"lost":    {Cause: berthv1.Cause_CAUSE_LOST, Reason: "machine_gone: the container was removed"},
-	"killed":  {Cause: berthv1.Cause_CAUSE_STOPPED, ExitCode: proto.Int32(143), Reason: "StopJob"},
+	"killed":  {Cause: berthv1.Cause_CAUSE_STOPPED, ExitCode: proto.Int32(143), Reason: "stop_requested: by StopJob"},
 	"daemon":  {Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(0), Survivors: []uint32{17, 19}, OutputStillOpen: true},
 }
 
@@ -595,8 +605,14 @@ func (b *broker) WriteJobInput(_ context.Context, r *berthv1.WriteJobInputReques
 	if _, _, err := b.job(r.GetJobId()); err != nil {
 		return nil, err
 	}
-	b.change(func() { b.takeLive(&berthv1.ExecInput{Offset: r.GetOffset(), Data: r.GetData(), Eof: r.GetEof()}) })
-	return &berthv1.WriteJobInputResponse{NextOffset: r.GetOffset() + uint64(len(r.GetData()))}, nil
+	var taken uint64
+	b.change(func() {
+		if len(r.GetData()) > 0 || r.GetEof() {
+			b.takeLive(&berthv1.ExecInput{Offset: r.GetOffset(), Data: r.GetData(), Eof: r.GetEof()})
+		}
+		taken = uint64(len(b.live.taken))
+	})
+	return &berthv1.WriteJobInputResponse{NextOffset: taken}, nil
 }
 
 func (b *broker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {

@@ -71,9 +71,6 @@ func Run(ctx context.Context, process Process) int {
 	defer p.restoreTerminal()
 	root := p.rootCommand()
 	root.SetArgs(append([]string{}, process.Args...)) // not nil: nil would mean the process's own
-	root.SetIn(process.Stdin)
-	root.SetOut(process.Stdout)
-	root.SetErr(process.Stderr)
 	cmd, err := root.ExecuteContextC(ctx)
 	return p.exitCode(ctx, cmd, err)
 }
@@ -84,7 +81,7 @@ type program struct {
 	address   string
 	output    string
 	requestID string
-	deadline  time.Duration
+	deadline  spanValue // zero or not given: none
 	// afterwards says what becomes of the call in the broker when its caller leaves early.
 	afterwards string
 
@@ -115,24 +112,61 @@ An id may be shortened to any unique suffix of it. run, exec and wait exit with 
   berth logs -f $job
   berth rm $id`,
 		Args:              p.knownCommand,
-		RunE:              func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE:              showHelp,
 		SilenceErrors:     true,
 		SilenceUsage:      true,
 		PersistentPreRunE: func(*cobra.Command, []string) error { return p.checkOutput() },
+		Version:           p.ownVersion(),
 	}
+	// Before the commands that cobra makes: they remember where to write.
+	root.SetIn(p.Stdin)
+	root.SetOut(p.Stdout)
+	root.SetErr(p.Stderr)
+	root.SetVersionTemplate("berth {{.Version}}\n")
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return flagWords(err) })
 	flags := root.PersistentFlags()
 	flags.StringVar(&p.address, "addr", "", "the broker: unix:///path or tcp://host:port (default $BERTH_ADDR, else the user's own socket)")
 	flags.StringVarP(&p.output, "output", "o", outputTable, "table, json (one object a line) or id")
 	flags.StringVar(&p.requestID, "request-id", "", "makes a mutating call repeatable: the same id with the same arguments gives the same answer for 24 h")
-	flags.DurationVar(&p.deadline, "deadline", 0, "give up on the call after this long; work in the broker goes on")
+	flags.Var(&p.deadline, "deadline", "give up on the call after this long; work in the broker goes on")
 	must(root.RegisterFlagCompletionFunc("output", fixed(outputTable, outputJSON, outputID)))
 
 	root.AddCommand(
-		p.createCommand(), p.lsCommand(), p.getCommand(), p.rmCommand(), p.resumeCommand(),
+		p.createCommand(), p.lsCommand(), p.getCommand(), p.rmCommand(), p.suspendCommand(), p.resumeCommand(),
 		p.runCommand(), p.execCommand(), p.startCommand(), p.attachCommand(), p.pollCommand(), p.waitCommand(),
 		p.logsCommand(), p.inputCommand(), p.signalCommand(), p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(), p.versionCommand(),
 	)
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		switch cmd.Name() {
+		case "completion":
+			cmd.Args, cmd.RunE = knownShell, showHelp
+			cmd.Example = "  berth completion bash > ~/.local/share/bash-completion/completions/berth"
+		case "help":
+			cmd.Args, cmd.Example = p.knownTopic, "  berth help create"
+		}
+	}
 	return root
+}
+
+func showHelp(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+
+// knownShell refuses a shell that there are no completions for.
+func knownShell(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usagef("%q is no shell that completions are made for: those are bash, zsh, fish and powershell", args[0])
+	}
+	return nil
+}
+
+// knownTopic refuses help for what is no command.
+func (p *program) knownTopic(cmd *cobra.Command, args []string) error {
+	found, rest, err := cmd.Root().Find(args)
+	if err != nil || found == cmd.Root() && len(rest) > 0 {
+		return p.knownCommand(cmd.Root(), rest)
+	}
+	return nil
 }
 
 // knownCommand refuses what is no command, and names those that may have been meant.
@@ -140,8 +174,7 @@ func (p *program) knownCommand(root *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	root.SuggestionsMinimumDistance = 2 // letters
-	meant := root.SuggestionsFor(args[0])
+	meant := suggestions(root, args[0])
 	if len(meant) == 0 {
 		return usagef("%q is no command", args[0])
 	}
@@ -170,22 +203,21 @@ type action func(ctx context.Context, c *client.Client, args []string) error
 func (p *program) call(failure int, do action) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		ctx := cmd.Context()
-		if p.deadline > 0 {
+		if p.deadline.span > 0 {
 			var cancel context.CancelFunc
-			ctx, cancel = context.WithTimeout(ctx, p.deadline)
+			ctx, cancel = context.WithTimeout(ctx, p.deadline.span)
 			defer cancel()
 		}
 		c, err := p.dial()
+		if isUsage(err) {
+			return err
+		}
 		if err != nil {
 			return &exitError{code: failure, err: err}
 		}
 		err = doAndClose(ctx, c, args, do)
 		var exit *exitError
-		if err == nil || errors.As(err, &exit) {
-			return err
-		}
-		var usage *usageError
-		if errors.As(err, &usage) {
+		if err == nil || errors.As(err, &exit) || isUsage(err) {
 			return err
 		}
 		return &exitError{code: failure, err: err}
@@ -203,11 +235,15 @@ func doAndClose(ctx context.Context, c *client.Client, args []string, do action)
 }
 
 func (p *program) dial(opts ...client.Option) (*client.Client, error) {
-	address := p.address
+	address, source := p.address, "--addr"
 	if address == "" {
-		address = client.AddressFrom(p.LookupEnv)
+		address, source = client.AddressFrom(p.LookupEnv), client.AddressVariable
 	}
-	return client.Dial(address, slices.Concat(p.ClientOptions, opts)...)
+	c, err := client.Dial(address, slices.Concat(p.ClientOptions, opts)...)
+	if malformed := (*client.AddressError)(nil); errors.As(err, &malformed) {
+		return nil, usagef("%s %q: %s", source, malformed.Address, malformed.Problem)
+	}
+	return c, err
 }
 
 // exitError ends the program with a code; err is what to say, nil when it is said already.
@@ -229,6 +265,11 @@ func (e *exitError) Unwrap() error { return e.err }
 type usageError struct{ message string }
 
 func (e *usageError) Error() string { return e.message }
+
+func isUsage(err error) bool {
+	var usage *usageError
+	return errors.As(err, &usage)
+}
 
 func usagef(format string, args ...any) error {
 	return &usageError{message: fmt.Sprintf(format, args...)}

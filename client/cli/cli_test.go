@@ -16,8 +16,11 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"go.uber.org/goleak"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/client"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -126,6 +129,14 @@ func TestGolden(t *testing.T) {
 		{name: "create with a secret that is not in the environment", args: []string{"create", "--secret", "TOKEN"}},
 		{name: "create with a secret without a name", args: []string{"create", "--secret", "=hunter2"}},
 		{name: "create with a ref without a repo", args: []string{"create", "--ref", "main"}},
+		{name: "create with CPUs that are no number", args: []string{"create", "--cpus", "many"}},
+		{name: "create with too many CPUs", args: []string{"create", "--cpus", "-1"}},
+		{name: "create with too many pids", args: []string{"create", "--pids", "99999999999999999999"}},
+		{name: "create with pids that are no number", args: []string{"create", "--pids", "1.5"}},
+		{name: "create with a negative depth", args: []string{"create", "--depth", "-1"}},
+		{name: "create with too large a memory", args: []string{"create", "--memory", "99999999999999999999GiB"}},
+		{name: "create with a negative idle", args: []string{"create", "--idle", "-5s"}},
+		{name: "create with a directory that is not there", args: []string{"create", "--repo", "./nowhere"}},
 		{name: "create with an argument", args: []string{"create", "local"}},
 
 		{name: "ls", args: []string{"ls"}, formats: formats},
@@ -154,6 +165,11 @@ func TestGolden(t *testing.T) {
 		{name: "rm a missing one", args: []string{"rm", sbMissing}},
 		{name: "rm several with a request id", args: []string{"rm", "--request-id", "x", sbLive, sbGone}},
 		{name: "rm nothing", args: []string{"rm"}},
+
+		{name: "suspend", args: []string{"suspend", sbLive}, formats: formats},
+		{name: "suspend with a request id", request: true, args: []string{"suspend", "--request-id", "mine", "7QK2"}},
+		{name: "suspend a destroyed one", args: []string{"suspend", sbGone}},
+		{name: "suspend nothing", args: []string{"suspend"}},
 
 		{name: "resume", args: []string{"resume", sbStopped}, formats: formats},
 		{name: "resume a destroyed one", args: []string{"resume", sbGone}},
@@ -185,6 +201,10 @@ func TestGolden(t *testing.T) {
 		{name: "exec without a dash", args: []string{"exec", sbLive, "ls"}},
 		{name: "exec without a command", args: []string{"exec", sbLive}},
 		{name: "exec without a sandbox", args: []string{"exec", "--", "true"}},
+		{name: "exec of an empty command", args: []string{"exec", sbLive, "--", ""}},
+		{name: "exec in a job", args: []string{"exec", "job_9XW4", "--", "true"}},
+		{name: "exec with too long a timeout", args: []string{"exec", "--timeout", "99999999h", sbLive, "--", "true"}},
+		{name: "exec with a timeout that is none", args: []string{"exec", "--timeout", "soon", sbLive, "--", "true"}},
 		{name: "exec with a script and a command", args: []string{"exec", sbLive, "-c", "x", "--", "y"}},
 
 		{name: "start", args: []string{"start", sbLive, "--", "forever"}, formats: formats},
@@ -195,6 +215,7 @@ func TestGolden(t *testing.T) {
 
 		{name: "poll a running job", args: []string{"poll", jobRuns, "--wait", "10ms"}, formats: formats},
 		{name: "poll a done job", args: []string{"poll", "8AA1"}, formats: formats},
+		{name: "poll for too long", args: []string{"poll", jobRuns, "--wait", "11m"}},
 		{name: "poll a missing job", args: []string{"poll", "job_01KBA1BBBB7Q5N3W8D4M1EZZZZ"}},
 
 		{name: "wait", args: []string{"wait", jobDone}, formats: formats},
@@ -208,6 +229,8 @@ func TestGolden(t *testing.T) {
 		{name: "logs -f of a lost job", args: []string{"logs", "-f", jobLost}},
 		{name: "logs so far of a running job", args: []string{"logs", jobRuns}},
 		{name: "logs of an unknown stream", args: []string{"logs", "--stream", "stdin", jobDone}},
+		{name: "logs with a negative offset", args: []string{"logs", "--stream", "stdout", "--offset", "-1", jobDone}},
+		{name: "logs with a follow that is none", args: []string{"logs", "--follow=maybe", jobDone}},
 		{name: "logs with an offset in both streams", args: []string{"logs", "--offset", "9", jobDone}},
 
 		{name: "logs --until-sealed without -f", args: []string{"logs", "--until-sealed", jobDone}},
@@ -222,6 +245,7 @@ func TestGolden(t *testing.T) {
 		{name: "run with a request id", args: []string{"run", "--request-id", "x", "--", "true"}},
 		{name: "run without a dash", args: []string{"run", "true"}},
 		{name: "run without a command", args: []string{"run"}},
+		{name: "run of an empty command", args: []string{"run", "--", ""}},
 		{name: "run of a script and a command", args: []string{"run", "-c", "x", "--", "y"}},
 
 		{name: "signal", request: true, args: []string{"signal", jobRuns, "sigterm"}},
@@ -245,6 +269,12 @@ func TestGolden(t *testing.T) {
 		{name: "version", args: []string{"version"}, formats: formats},
 
 		{name: "an unknown command", args: []string{"sl"}},
+		{name: "a command that is like none but in length", args: []string{"bogus"}},
+		{name: "help for an unknown command", args: []string{"help", "crate"}},
+		{name: "the version by a flag", args: []string{"--version"}},
+		{name: "help of create", args: []string{"create", "--help"}},
+		{name: "completions for an unknown shell", args: []string{"completion", "tcsh"}},
+		{name: "a deadline that is none", args: []string{"ls", "--deadline", "soon"}},
 		{name: "a command like no other", args: []string{"frobnicate"}},
 		{name: "an unknown flag", args: []string{"ls", "--colour"}},
 		{name: "an unknown format", args: []string{"ls", "-o", "yaml"}},
@@ -332,7 +362,7 @@ func TestBytesOfLogsAreExactAndGapsAreTold(t *testing.T) {
 		if s.stdout.String() != string(want) {
 			t.Errorf("%v: stdout differs: %d bytes, want %d", args, len(s.stdout.String()), len(want))
 		}
-		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit)\n"
+		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit; a higher --output-limit keeps more)\n"
 		stderr := s.stderr.String()
 		if !strings.Contains(stderr, gap) || strings.Replace(stderr, gap, "", 1) != strings.Repeat("\xff\x00\r", 1000) {
 			t.Errorf("%v: stderr differs: %d bytes", args, len(stderr))
@@ -537,6 +567,7 @@ func TestCompletion(t *testing.T) {
 	}{
 		{"sandboxes", []string{"get", ""}, []string{sbLive + "\tRUNNING docker golang:1.26 issue-42"}},
 		{"sandboxes by what is typed", []string{"rm", "sb_01KB9"}, nil},
+		{"a sandbox by the end of its id", []string{"exec", "7qk2"}, []string{sbLive + "\tRUNNING docker golang:1.26 issue-42"}},
 		{"one sandbox only", []string{"exec", sbLive, ""}, nil},
 		{"jobs", []string{"logs", "job_01KBA1B"}, []string{jobDone + "\tDONE go build './x y'"}},
 		{"several jobs", []string{"stop", jobRuns, "job_01KBA1C"}, []string{jobLost + "\tDONE sleep 1000"}},
@@ -608,6 +639,129 @@ func TestAges(t *testing.T) {
 	} {
 		if got := roughly(d); got != want {
 			t.Errorf("%v: %s, want %s", d, got, want)
+		}
+	}
+}
+
+func TestHowJobsEndIsSaidOnce(t *testing.T) {
+	seconds := func(s float64) *timestamppb.Timestamp {
+		return timestamppb.New(now.Add(time.Duration(s * float64(time.Second))))
+	}
+	for want, job := range map[string]*berthv1.Job{
+		"timed out after 300ms": {
+			Spec: &berthv1.JobSpec{Timeout: durationpb.New(300 * time.Millisecond)}, Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_TIMED_OUT},
+		},
+		"stopped on request after 303ms":                {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED, Reason: "stop_requested: by StopJob"}},
+		"stopped after 303ms: the caller went away":     {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED, Reason: "disconnected: the caller went away"}},
+		"stopped after 303ms":                           {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED}},
+		"exited 3 after 303ms":                          {Outcome: exited(3)},
+		"killed for want of memory after 303ms: 64 MiB": {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_OOM_KILLED, Reason: "64 MiB"}},
+	} {
+		job.StartTime, job.EndTime = seconds(0), seconds(0.303)
+		if got := endWords(job); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}
+
+func TestOutputThatWasNotKeptIsSaidToBe(t *testing.T) {
+	b := newBroker(t)
+	b.change(func() {
+		for _, job := range b.jobs {
+			if job.GetId() == jobBytes {
+				job.Spec.KeepOutput = proto.Bool(false)
+				job.Stdout = &berthv1.OutputFacts{TotalBytes: 38, DroppedBytes: 38, Sealed: true}
+			}
+		}
+	})
+	const words = "not kept (an attached command's output goes to its caller; start it detached to keep it)\n"
+	s := b.shell()
+	if code := s.run(t, "poll", jobBytes); code != 0 || !strings.Contains(s.stdout.String(), "38B, "+words) {
+		t.Errorf("poll: exit %d, stdout %q", code, s.stdout.String())
+	}
+	s = b.shell()
+	if code := s.run(t, "logs", "--stream", "stdout", jobBytes); code != 0 || s.stderr.String() != "berth: logs: bytes 1048576 to 1052672 of stdout were "+words {
+		t.Errorf("logs: exit %d, stderr %q", code, s.stderr.String())
+	}
+}
+
+func TestADirectoryAsRepoIsMadeAbsolute(t *testing.T) {
+	t.Chdir(t.TempDir())
+	if err := os.MkdirAll("a/b", 0o700); err != nil {
+		t.Fatal(err)
+	}
+	here, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for given, want := range map[string]string{
+		".": here, "a/b": filepath.Join(here, "a/b"), "./a/../a": filepath.Join(here, "a"), "..": filepath.Dir(here),
+		"/srv/app": "/srv/app", "https://example.org/a.git": "https://example.org/a.git", "git@example.org:a.git": "git@example.org:a.git",
+		"file:///srv/a": "file:///srv/a", "not-here": "not-here",
+	} {
+		b := newBroker(t)
+		s := b.shell()
+		if code := s.run(t, "create", "--repo", given); code != 0 {
+			t.Errorf("%s: exit %d, stderr %q", given, code, s.stderr.String())
+			continue
+		}
+		if got := b.last.(*berthv1.CreateSandboxRequest).GetSpec().GetWorkspace().GetRepo().GetUrl(); got != want {
+			t.Errorf("%s: sent as %s, want %s", given, got, want)
+		}
+	}
+}
+
+func TestAnAddressInTheEnvironmentThatIsNoneIsAUsageError(t *testing.T) {
+	for _, command := range []string{"ls", "version"} {
+		s := &shell{address: "nowhere"}
+		if code := s.run(t, command); code != exitUsage || !strings.Contains(s.stderr.String(), `BERTH_ADDR "nowhere": it must be unix:///path or tcp://host:port`) {
+			t.Errorf("%s: exit %d, stderr %q", command, code, s.stderr.String())
+		}
+	}
+}
+
+func TestRemediesFitWhyTheBrokerCannotBeReached(t *testing.T) {
+	for want, cause := range map[string]error{
+		"you may not use that socket: run this as its owner": &os.SyscallError{Syscall: "connect", Err: syscall.EACCES},
+		"to your broker's own address":                       fmt.Errorf("/tmp/berth-1: %w", client.ErrOthersSocket),
+		"start it with `berthd`":                             &os.SyscallError{Syscall: "connect", Err: syscall.ECONNREFUSED},
+	} {
+		said := (&program{}).explain(&client.UnreachableError{Address: "unix:///d.sock", Cause: cause})
+		if !strings.Contains(said, want) || strings.Count(said, "(") != 1 {
+			t.Errorf("said %q, want %q", said, want)
+		}
+	}
+}
+
+func TestNoUsageGivesAFlagAFalseType(t *testing.T) {
+	var check func(*cobra.Command)
+	check = func(cmd *cobra.Command) {
+		cmd.Flags().VisitAll(func(flag *pflag.Flag) {
+			if strings.Contains(flag.Usage, "`") {
+				t.Errorf("%s --%s: a backquote in %q", cmd.CommandPath(), flag.Name, flag.Usage)
+			}
+		})
+		for _, sub := range cmd.Commands() {
+			check(sub)
+		}
+	}
+	check((&program{Process: Process{LookupEnv: os.LookupEnv}}).rootCommand())
+}
+
+func TestSpans(t *testing.T) {
+	for text, want := range map[string]time.Duration{"0": 0, "0s": 0, "90s": 90 * time.Second, "1h30m": 90 * time.Minute, "7d": 168 * time.Hour, "1.5d": 36 * time.Hour} {
+		var span spanValue
+		if err := span.Set(text); err != nil || span.span != want {
+			t.Errorf("%q: %v, %v", text, span.span, err)
+		}
+	}
+	for text, want := range map[string]string{
+		"-5s": "out of range", "99999999h": "out of range", "1e30d": "is a number with", "999999999d": "out of range", "": "is a number with",
+		"soon": "is a number with", "5": "is a number with", "-1d": "out of range", "NaNd": "is a number with",
+	} {
+		var span spanValue
+		if err := span.Set(text); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %q", text, err, want)
 		}
 	}
 }

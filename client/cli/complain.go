@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"strings"
 	"time"
 
@@ -62,15 +63,27 @@ func (p *program) explain(err error) string {
 	st, ok := statusOf(err)
 	switch {
 	case isUnreachable(err):
-		return st.Message() + " (start it with `berthd`, or set --addr / " + client.AddressVariable + ")"
-	case isDeadline(err) && p.deadline > 0:
-		return p.leaving(fmt.Sprintf("the --deadline of %v passed", p.deadline))
+		return st.Message() + unreachableRemedy(err)
+	case isDeadline(err) && p.deadline.span > 0:
+		return p.leaving(fmt.Sprintf("the --deadline of %v passed", p.deadline.span))
 	case !ok:
 		return err.Error()
 	case st.Code() == codes.Unimplemented:
 		return "this berthd does not know the call (is it older than this berth? see `berth version`)"
 	}
 	return fmt.Sprintf("%s (%s)", st.Message(), st.Code())
+}
+
+// unreachableRemedy is what to do where nobody could be dialled.
+func unreachableRemedy(err error) string {
+	const elsewhere = "--addr / " + client.AddressVariable
+	switch {
+	case errors.Is(err, client.ErrOthersSocket):
+		return " (set " + elsewhere + " to your broker's own address)"
+	case errors.Is(err, fs.ErrPermission):
+		return " (you may not use that socket: run this as its owner, or set another " + elsewhere + ")"
+	}
+	return " (start it with `berthd`, or set " + elsewhere + ")"
 }
 
 // brokerWords is the broker's message, with the refused fields where the message leaves them out.
@@ -98,7 +111,7 @@ func hint(err error) string {
 	case client.Is(err, berthv1.Reason_REASON_SESSION_KEY_IN_USE) && metadata["sandbox_id"] != "":
 		return "see `berth get " + metadata["sandbox_id"] + "`"
 	case client.Is(err, berthv1.Reason_REASON_WRONG_STATE) && resumable(metadata["state"]):
-		return "start it again with `berth resume`"
+		return "`berth resume " + orID(metadata["sandbox_id"]) + "`"
 	case client.Is(err, berthv1.Reason_REASON_REQUEST_ID_REUSED):
 		return "choose another --request-id, or repeat the first call's arguments"
 	case client.Is(err, berthv1.Reason_REASON_OUTPUT_EXPIRED) && metadata["first_kept"] != "":
@@ -110,6 +123,14 @@ func hint(err error) string {
 	return ""
 }
 
+// orID is an id, or what stands for one.
+func orID(id string) string {
+	if id == "" {
+		return "ID"
+	}
+	return id
+}
+
 func resumable(state string) bool {
 	state = strings.TrimPrefix(state, "SANDBOX_STATE_")
 	return state == "STOPPED" || state == "SUSPENDED"
@@ -118,8 +139,25 @@ func resumable(state string) bool {
 // withHint adds a hint in parentheses, unless the words name its command already.
 func withHint(words, hint string) string {
 	_, command, hasCommand := strings.Cut(hint, "`")
-	if hint == "" || hasCommand && strings.Contains(words, "`"+command) {
+	if hint == "" || hasCommand && strings.Contains(words, "`"+command) || saysAlready(words, hint) {
 		return words
 	}
 	return words + " (" + hint + ")"
+}
+
+// adviceWords are how a hint begins, and the words of a broker that gives the same advice by itself.
+var adviceWords = map[string]string{
+	"try again":      "try again",
+	"read on at":     "read on at",
+	"choose another": "an id of its own",
+}
+
+// saysAlready reports whether the words give a hint's advice already.
+func saysAlready(words, hint string) bool {
+	for advice, given := range adviceWords {
+		if strings.HasPrefix(hint, advice) && strings.Contains(words, given) {
+			return true
+		}
+	}
+	return false
 }

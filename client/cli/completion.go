@@ -19,7 +19,8 @@ func fixed(values ...string) cobra.CompletionFunc {
 	return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 }
 
-// completeFrom completes arguments with what find returns; at most one of them unless many.
+// completeFrom completes arguments with what find returns, from their beginning or, as ids are given, from
+// their end; at most one of them unless many.
 func (p *program) completeFrom(many bool, find func(context.Context, *client.Client) ([]candidate, error)) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		if len(args) > 0 && !many {
@@ -37,7 +38,7 @@ func (p *program) completeFrom(many bool, find func(context.Context, *client.Cli
 		}
 		var completions []cobra.Completion
 		for _, one := range found {
-			if strings.HasPrefix(one.id, typed) {
+			if strings.HasPrefix(one.id, typed) || typed != "" && strings.HasSuffix(one.id, strings.ToUpper(typed)) {
 				completions = append(completions, cobra.CompletionWithDesc(one.id, one.description))
 			}
 		}

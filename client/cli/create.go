@@ -4,6 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,10 +21,9 @@ import (
 type createFlags struct {
 	provider, image, repo, ref, egress, session, pool, from, workspace string
 	env, secrets, labels, options                                      []string
-	depth                                                              uint32
-	cpus                                                               float64
+	depth, pids                                                        countValue
+	cpus                                                               cpusValue
 	memory, disk                                                       sizeValue
-	pids                                                               uint64
 	maxLifetime, idle                                                  spanValue
 }
 
@@ -36,6 +39,7 @@ func (p *program) createCommand() *cobra.Command {
 		Use:   "create",
 		Short: "Create a sandbox and print its id once commands can run in it",
 		Example: `  berth create
+  berth create --repo .
   berth create --provider docker --image golang:1.26 --memory 2GiB --cpus 2 --egress none
   berth create --repo https://example.org/app.git --ref main --secret TOKEN --label run=42`,
 		Args:              noArgs,
@@ -62,18 +66,20 @@ func (p *program) completeCreate(cmd *cobra.Command) error {
 }
 
 func (f *createFlags) bind(flags *pflag.FlagSet) {
-	flags.StringVar(&f.provider, "provider", "", "what boots the machine, see `berth providers` (default the broker's)")
+	flags.StringVar(&f.provider, "provider", "", "what boots the machine, see berth providers (default the broker's)")
 	flags.StringVar(&f.image, "image", "", "image or template, in the provider's words")
-	flags.StringVar(&f.repo, "repo", "", "clone this repository into the workspace")
+	flags.StringVar(&f.repo, "repo", "", "clone this repository into the workspace: a URL, or a directory, as . or as the machine sees it")
 	flags.StringVar(&f.ref, "ref", "", "branch, tag or commit to clone (default the remote's HEAD)")
-	flags.Uint32Var(&f.depth, "depth", 0, "history depth of the clone; 0 is all of it")
+	f.depth.most, f.depth.what = math.MaxUint32, "a depth"
+	f.pids.most, f.pids.what = math.MaxInt64, "a number of processes"
+	flags.Var(&f.depth, "depth", "history depth of the clone; 0 is all of it")
 	flags.StringVar(&f.workspace, "workspace", "", "absolute path of the workspace in the machine")
 	flags.StringArrayVarP(&f.env, "env", "e", nil, "K=V, or K to pass on this environment's value")
 	flags.StringArrayVar(&f.secrets, "secret", nil, "like --env, but never shown again; K alone keeps the value out of this command line")
-	flags.Float64Var(&f.cpus, "cpus", 0, "CPUs, fractions allowed")
+	flags.Var(&f.cpus, "cpus", "CPUs, fractions allowed")
 	flags.Var(&f.memory, "memory", "memory, as 2GiB")
 	flags.Var(&f.disk, "disk", "disk, as 20GiB")
-	flags.Uint64Var(&f.pids, "pids", 0, "number of processes and threads")
+	flags.Var(&f.pids, "pids", "number of processes and threads")
 	flags.StringVar(&f.egress, "egress", "", "what the machine may reach: none or open (default open)")
 	flags.StringVar(&f.session, "session", "", "session key: your own name for a line of work")
 	flags.StringArrayVar(&f.labels, "label", nil, "k=v, for finding it")
@@ -135,18 +141,22 @@ func (f *createFlags) spec(p *program) (*berthv1.SandboxSpec, error) {
 		FromCheckpoint:  f.from,
 		ProviderOptions: options,
 	}
-	if f.repo == "" && (f.ref != "" || f.depth != 0) {
+	if f.repo == "" && (f.ref != "" || f.depth.n != 0) {
 		return nil, usagef("--ref and --depth go with --repo")
 	}
 	if f.repo != "" || f.workspace != "" {
 		spec.Workspace = &berthv1.Workspace{Path: f.workspace}
 	}
 	if f.repo != "" {
-		spec.Workspace.Repo = &berthv1.Repo{Url: f.repo, Ref: f.ref, Depth: f.depth}
+		url, err := repoURL(f.repo)
+		if err != nil {
+			return nil, err
+		}
+		spec.Workspace.Repo = &berthv1.Repo{Url: url, Ref: f.ref, Depth: uint32(f.depth.n)}
 	}
-	if f.cpus != 0 || f.memory != 0 || f.disk != 0 || f.pids != 0 {
+	if f.cpus != 0 || f.memory != 0 || f.disk != 0 || f.pids.n != 0 {
 		spec.Resources = &berthv1.Resources{
-			Cpus: f.cpus, MemoryBytes: uint64(f.memory), DiskBytes: uint64(f.disk), Pids: f.pids,
+			Cpus: float64(f.cpus), MemoryBytes: uint64(f.memory), DiskBytes: uint64(f.disk), Pids: f.pids.n,
 		}
 	}
 	if f.egress != "" {
@@ -160,6 +170,26 @@ func (f *createFlags) spec(p *program) (*berthv1.SandboxSpec, error) {
 		spec.Lifetime = &berthv1.Lifetime{Max: f.maxLifetime.proto(), Idle: f.idle.proto()}
 	}
 	return spec, nil
+}
+
+// repoURL makes a directory of this host's absolute, for a broker does not know where it was named from.
+// Everything else stays as it is.
+func repoURL(given string) (string, error) {
+	if strings.Contains(given, "://") || filepath.IsAbs(given) {
+		return given, nil
+	}
+	info, err := os.Stat(given)
+	if err == nil && info.IsDir() {
+		path, err := filepath.Abs(given)
+		if err != nil {
+			return "", fmt.Errorf("finding the directory of --repo %s: %w", given, err)
+		}
+		return path, nil
+	}
+	if strings.HasPrefix(given, "./") || strings.HasPrefix(given, "../") {
+		return "", usagef("--repo %s: there is no such directory here", given)
+	}
+	return given, nil
 }
 
 // create makes the sandbox and prints it.
@@ -195,9 +225,6 @@ func (p *program) lookUpCreating(ctx context.Context, c *client.Client, request 
 
 // createGoesOn says what becomes of a create whose caller leaves.
 func (p *program) createGoesOn(request *berthv1.CreateSandboxRequest, id string) string {
-	if id == "" {
-		id = "ID"
-	}
 	return fmt.Sprintf("the operation goes on in the broker: join it with the same command and --request-id %s, find it with `berth ls`, or destroy it with `berth rm %s`",
-		request.GetRequestId(), id)
+		request.GetRequestId(), orID(id))
 }

@@ -14,16 +14,19 @@ import (
 )
 
 func (p *program) pollCommand() *cobra.Command {
-	var wait spanValue
+	wait := spanValue{most: longestPoll}
 	cmd := &cobra.Command{
 		Use:   "poll JOB",
 		Short: "Show how a job is and the end of its output; exit 0 if done, 3 if not",
+		Long: `Show how a job is and the end of its output, and exit with 0 if it is done, else with 3. With --wait it answers
+when the job is done or the wait is over. A job that is UNKNOWN, because its machine is stopped, is answered at
+once and with 3 in spite of --wait: resume its sandbox to learn how it ended.`,
 		Example: `  berth poll 9XW4
   berth poll 9XW4 --wait 30s -o json`,
 		Args:              exactlyOne("one job's id"),
 		ValidArgsFunction: p.completeJobs(false),
 	}
-	cmd.Flags().Var(&wait, "wait", "answer when it is done or after this long, at most 10m (default at once)")
+	cmd.Flags().Var(&wait, "wait", "answer when it is done or after this long, at most 10m (default at once); an UNKNOWN job is answered at once")
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
 		id, err := jobID(ctx, c, args[0])
 		if err != nil {
@@ -58,8 +61,8 @@ func (p *program) pollBlock(reply *berthv1.PollJobResponse) error {
 	b.fact("Created", withHint(moment(job.GetCreateTime()), agoWords(p.age(job.GetCreateTime()))))
 	b.fact("Took", lasted(job.GetStartTime(), job.GetEndTime()))
 	b.fact("Left running", survivorWords(job.GetOutcome()))
-	b.fact("Stdout", factsWords(job.GetStdout()))
-	b.fact("Stderr", factsWords(job.GetStderr()))
+	b.fact("Stdout", factsWords(job, job.GetStdout()))
+	b.fact("Stderr", factsWords(job, job.GetStderr()))
 	if err := b.flush(); err != nil {
 		return err
 	}
@@ -113,7 +116,7 @@ timed out, 128+n when a signal ended it, 125 when it is lost or the broker faile
 			return err
 		}
 		err = p.show(job, id, func() error {
-			return p.printLine(plain(strings.TrimSpace(id + " " + outcomeWords(job) + " " + lastedWords(lasted(job.GetStartTime(), job.GetEndTime())))))
+			return p.printLine(plain(id + " " + endWords(job)))
 		})
 		if err != nil {
 			return err
@@ -170,7 +173,7 @@ func codeOf(outcome *berthv1.Outcome) int {
 }
 
 func (p *program) stopCommand() *cobra.Command {
-	var grace spanValue
+	grace := spanValue{most: longestGrace}
 	cmd := &cobra.Command{
 		Use:   "stop JOB…",
 		Short: "Stop jobs: TERM, then after a grace KILL, to the whole tree",
@@ -297,39 +300,78 @@ func commandWords(spec *berthv1.JobSpec) string {
 }
 
 // outcomeWords is how a job ended; empty while it has not.
-func outcomeWords(job *berthv1.Job) string {
+func outcomeWords(job *berthv1.Job) string { return withReason(howAndWhy(job)) }
+
+// endWords is outcomeWords with how long the job ran, unless its timeout says that.
+func endWords(job *berthv1.Job) string {
+	how, why := howAndWhy(job)
+	ran := lastedWords(lasted(job.GetStartTime(), job.GetEndTime()))
+	if ran != "" && job.GetOutcome().GetCause() != berthv1.Cause_CAUSE_TIMED_OUT {
+		how += " " + ran
+	}
+	return withReason(how, why)
+}
+
+func withReason(how, why string) string {
+	if why == "" {
+		return how
+	}
+	return how + ": " + why
+}
+
+// howAndWhy is how a job ended and the reason, where that tells more.
+func howAndWhy(job *berthv1.Job) (how, why string) {
 	outcome := job.GetOutcome()
-	words := ""
 	switch outcome.GetCause() {
-	case berthv1.Cause_CAUSE_UNSPECIFIED:
-		return ""
 	case berthv1.Cause_CAUSE_EXITED:
-		return "exited " + strconv.Itoa(codeOf(outcome))
+		return "exited " + strconv.Itoa(codeOf(outcome)), ""
 	case berthv1.Cause_CAUSE_SIGNALED:
-		return "ended by signal " + signalWords(outcome.GetWaitStatus().GetSignal())
+		return "ended by signal " + signalWords(outcome.GetWaitStatus().GetSignal()), ""
 	case berthv1.Cause_CAUSE_TIMED_OUT:
-		words = "timed out"
+		how = "timed out"
 		if timeout := job.GetSpec().GetTimeout(); timeout != nil {
-			words += " after " + timeout.AsDuration().String()
+			how += " after " + timeout.AsDuration().String()
 		}
-		return words
+		return how, ""
 	case berthv1.Cause_CAUSE_OOM_KILLED:
-		words = "killed for want of memory"
+		return "killed for want of memory", outcome.GetReason()
 	case berthv1.Cause_CAUSE_STOPPED:
-		words = "stopped"
+		return stopWords(outcome.GetReason())
 	case berthv1.Cause_CAUSE_FAILED_TO_START:
-		words = "did not start"
+		return "did not start", outcome.GetReason()
 	case berthv1.Cause_CAUSE_LOST:
-		words = "lost: what it did can't be known"
+		return "lost: what it did can't be known", outcome.GetReason()
 	}
-	if reason := outcome.GetReason(); reason != "" {
-		words += ": " + reason
+	return "", ""
+}
+
+// stopWords is how a job was stopped. The reason's first word before its colon is for programs.
+func stopWords(reason string) (how, why string) {
+	word, rest, found := strings.Cut(reason, ": ")
+	switch {
+	case word == "stop_requested":
+		return "stopped on request", ""
+	case found:
+		return "stopped", rest
 	}
-	return words
+	return "stopped", reason
 }
 
 func signalWords(number uint32) string {
 	return fmt.Sprintf("%d (%v)", number, syscall.Signal(number))
+}
+
+// notKept says why there is no output of a job that is done, and what to do, if that is because none was
+// kept at all; else it is empty.
+func notKept(job *berthv1.Job) string {
+	spec := job.GetSpec()
+	switch {
+	case job.GetState() != berthv1.JobState_JOB_STATE_DONE, spec == nil, spec.KeepOutput == nil, spec.GetKeepOutput():
+		return ""
+	case job.GetDetached():
+		return "not kept (it was started with keep_output off)"
+	}
+	return "not kept (an attached command's output goes to its caller; start it detached to keep it)"
 }
 
 // survivorWords says what outlived the job.
@@ -345,12 +387,16 @@ func survivorWords(outcome *berthv1.Outcome) string {
 }
 
 // factsWords says how much there is of a stream.
-func factsWords(facts *berthv1.OutputFacts) string {
+func factsWords(job *berthv1.Job, facts *berthv1.OutputFacts) string {
 	if facts == nil {
 		return ""
 	}
 	words := bytesWords(facts.GetTotalBytes())
-	if facts.GetDroppedBytes() > 0 {
+	switch why := notKept(job); {
+	case facts.GetDroppedBytes() == 0:
+	case why != "":
+		words += ", " + why
+	default:
 		words += ", of which " + bytesWords(facts.GetDroppedBytes()) + " were dropped"
 	}
 	if !facts.GetSealed() {

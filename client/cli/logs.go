@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math"
 	"sync"
 
 	"github.com/spf13/cobra"
@@ -24,13 +25,14 @@ func (p *program) logsCommand() *cobra.Command {
 		follow, untilSealed bool
 
 		stream string
-		offset uint64
+		offset = countValue{most: math.MaxUint64, what: "an offset"}
 	)
 	cmd := &cobra.Command{
 		Use:   "logs JOB",
 		Short: "Print a job's output, byte for byte",
 		Long: `Print a job's output, byte for byte: its stdout to stdout and its stderr to stderr, or one of them with
---stream, to stdout. Where bytes were dropped because they went over the job's output limit, a line on stderr says which.
+--stream, to stdout. Where bytes are missing, because they went over the job's output limit or none
+were kept of an attached command, a line on stderr says which.
 With -o json every piece is an object with its stream, offset and bytes in base64.`,
 		Example: `  berth logs 9XW4
   berth logs -f 9XW4
@@ -42,10 +44,10 @@ With -o json every piece is an object with its stream, offset and bytes in base6
 	flags.BoolVarP(&follow, "follow", "f", false, "go on until the job is done")
 	flags.BoolVar(&untilSealed, "until-sealed", false, "with -f: go on after that until no child of the job's can write any more")
 	flags.StringVar(&stream, "stream", "", "only stdout or stderr (default both)")
-	flags.Uint64Var(&offset, "offset", 0, "begin at this byte; needs --stream")
+	flags.Var(&offset, "offset", "begin at this byte; needs --stream")
 	must(cmd.RegisterFlagCompletionFunc("stream", fixed("stdout", "stderr")))
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
-		streams, err := chosenStreams(stream, offset)
+		streams, err := chosenStreams(stream, offset.n)
 		if err != nil {
 			return err
 		}
@@ -66,7 +68,7 @@ With -o json every piece is an object with its stream, offset and bytes in base6
 		if untilSealed {
 			extent = client.UntilSealed
 		}
-		if err := p.logs(ctx, c, id, streams, offset, extent); err != nil || !follow {
+		if err := p.logs(ctx, c, id, streams, offset.n, extent); err != nil || !follow {
 			return err
 		}
 		return p.sayLost(ctx, c, id)
@@ -104,12 +106,19 @@ func (p *program) logs(ctx context.Context, c *client.Client, id string, streams
 	if extent == client.SoFar {
 		group.SetLimit(1)
 	}
+	noneKept := func() string {
+		reply, err := c.Jobs().PollJob(ctx, &berthv1.PollJobRequest{JobId: id})
+		if err != nil {
+			return "" // the bytes are missing in any case
+		}
+		return notKept(reply.GetJob())
+	}
 	for _, stream := range streams {
 		out := p.Stdout
 		if len(streams) > 1 && stream == berthv1.Stream_STREAM_STDERR {
 			out = p.Stderr
 		}
-		sink := &logSink{program: p, lock: &lock, stream: stream, out: out}
+		sink := &logSink{program: p, lock: &lock, stream: stream, out: out, notKept: noneKept}
 		group.Go(func() error {
 			_, err := c.FollowOutput(ctx, id, stream, offset, extent, sink)
 			return err
@@ -124,6 +133,7 @@ type logSink struct {
 	lock    *sync.Mutex
 	stream  berthv1.Stream
 	out     io.Writer
+	notKept func() string // asks why the job kept no output at all; empty: it kept what it may
 }
 
 // Data writes bytes as they are.
@@ -140,12 +150,16 @@ func (s *logSink) Data(offset uint64, data []byte) error {
 
 // Gap says which bytes were dropped.
 func (s *logSink) Gap(from, to uint64) error {
+	why := ""
+	if s.program.output != outputJSON {
+		why = s.notKept() // before the lock: it asks the broker
+	}
 	s.lock.Lock()
 	defer s.lock.Unlock()
 	if s.program.output == outputJSON {
 		gap := &berthv1.OutputGap{Stream: s.stream, Range: &berthv1.ByteRange{From: from, To: to}}
 		return writeJSON(s.program.Stdout, &berthv1.FollowJobResponse{Message: &berthv1.FollowJobResponse_Gap{Gap: gap}})
 	}
-	_, err := fmt.Fprintf(s.program.Stderr, "berth: logs: %s\n", gapWords(s.stream, from, to))
+	_, err := fmt.Fprintf(s.program.Stderr, "berth: logs: %s\n", gapWords(s.stream, from, to, why))
 	return err
 }

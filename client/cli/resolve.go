@@ -49,8 +49,13 @@ func (k kind) resolve(given string, list func() ([]candidate, error)) (string, e
 	if k.isFull(given) {
 		return given, nil
 	}
+	for _, other := range []kind{sandboxes, jobs} {
+		if strings.HasPrefix(given, other.prefix) && other.prefix != k.prefix {
+			return "", usagef("%s is a %s's id, and a %s's is wanted: those begin with %s", given, other.name, k.name, k.prefix)
+		}
+	}
 	if prefix, rest, found := strings.Cut(given, "_"); found && prefix+"_" != k.prefix && len(rest) == ulidLength {
-		return "", fmt.Errorf("%s is not a %s's id: those begin with %s", given, k.name, k.prefix)
+		return "", usagef("%s is not a %s's id: those begin with %s", given, k.name, k.prefix)
 	}
 	suffix := strings.ToUpper(strings.TrimPrefix(given, k.prefix))
 	if suffix == "" {

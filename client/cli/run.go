@@ -40,6 +40,7 @@ func (f *jobFlags) bindHow(flags *pflag.FlagSet) {
 	flags.StringVarP(&f.script, "shell", "c", "", "run this script with bash, or sh where there is no bash")
 	flags.StringVarP(&f.cwd, "cwd", "w", "", "working directory (default the workspace)")
 	flags.StringVarP(&f.user, "user", "u", "", "user name or uid, optionally with :group")
+	f.killGrace.most = longestGrace
 	flags.Var(&f.timeout, "timeout", "kill the command after this long; it then counts as exit code 124")
 	flags.Var(&f.killGrace, "kill-grace", "between TERM and KILL (default 5s)")
 	flags.Var(&f.outputLimit, "output-limit", "kept of each stream, as 1GiB (default 64MiB)")
@@ -75,8 +76,9 @@ func (f *jobFlags) spec(p *program, argv []string) (*berthv1.JobSpec, error) {
 	}, nil
 }
 
-// bind binds what an attached command gets of this process.
+// bind binds what an attached command gets of this process. Its output is its caller's, whatever the limit.
 func (w *streams) bind(flags *pflag.FlagSet) {
+	flags.Lookup("output-limit").Usage = "held of each stream for a caller that is slow or away, as 1GiB (default 64MiB); start keeps output, exec with --request-id too"
 	flags.BoolVarP(&w.interactive, "interactive", "i", false, "pass standard input on")
 	flags.BoolVarP(&w.terminal, "tty", "t", false, "run it in a terminal, of this one's size")
 }

@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -117,7 +116,9 @@ func (p *program) sandboxBlock(sandbox *berthv1.Sandbox) error {
 	b.fact("Provider", spec.GetProvider())
 	b.fact("Isolation", isolationWords(sandbox.GetIsolation()))
 	b.fact("Image", spec.GetImage())
-	b.fact("Workspace", sandbox.GetWorkspacePath())
+	if sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED { // it is gone with the rest
+		b.fact("Workspace", sandbox.GetWorkspacePath())
+	}
 	if repo := spec.GetWorkspace().GetRepo(); repo != nil {
 		b.fact("Repository", strings.TrimSuffix(repo.GetUrl()+" @ "+repo.GetRef(), " @ "))
 	}
@@ -133,7 +134,11 @@ func (p *program) sandboxBlock(sandbox *berthv1.Sandbox) error {
 	b.fact("Generation", fmt.Sprint(sandbox.GetGeneration()))
 	b.fact("Open jobs", fmt.Sprint(sandbox.GetOpenJobs()))
 	b.fact("Created", withHint(moment(sandbox.GetCreateTime()), agoWords(p.age(sandbox.GetCreateTime()))))
-	b.fact("Ready", withHint(moment(sandbox.GetReadyTime()), lastedWords(lasted(sandbox.GetCreateTime(), sandbox.GetReadyTime()))))
+	ready := "Last ready"
+	if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_RUNNING {
+		ready = "Ready since"
+	}
+	b.fact(ready, moment(sandbox.GetReadyTime()))
 	b.fact("Last used", agoWords(p.age(sandbox.GetLastActivityTime())))
 	b.fact("Expires", withHint(moment(sandbox.GetExpireTime()), p.ahead(sandbox.GetExpireTime())))
 	b.fact("Destroyed", withHint(moment(sandbox.GetDestroyTime()), agoWords(p.age(sandbox.GetDestroyTime()))))
@@ -181,10 +186,9 @@ func (p *program) each(ctx context.Context, what string, args []string, do func(
 	failed := false
 	for _, arg := range args {
 		err := do(arg)
-		var usage *usageError
 		switch {
 		case err == nil:
-		case errors.As(err, &usage), ctx.Err() != nil, len(args) == 1:
+		case isUsage(err), ctx.Err() != nil, len(args) == 1:
 			return err
 		default:
 			p.complainAbout(what+" "+arg, err)
@@ -195,6 +199,31 @@ func (p *program) each(ctx context.Context, what string, args []string, do func(
 		return &exitError{code: exitFailure}
 	}
 	return nil
+}
+
+func (p *program) suspendCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "suspend ID",
+		Short: "Freeze or stop a sandbox until it is resumed",
+		Long: `Freeze or stop a sandbox until it is resumed, and print its id. Its disk is kept; its processes and memory are
+where the provider can freeze a machine, see berth providers. resume makes it run again.`,
+		Example:           `  berth suspend 7QK2 && berth resume 7QK2`,
+		Args:              exactlyOne("one sandbox's id"),
+		ValidArgsFunction: p.completeLiveSandboxes(false),
+	}
+	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
+		id, err := sandboxID(ctx, c, args[0])
+		if err != nil {
+			return err
+		}
+		p.afterwards = "the operation goes on in the broker"
+		reply, err := c.Sandboxes().SuspendSandbox(ctx, &berthv1.SuspendSandboxRequest{RequestId: p.requestID, SandboxId: id})
+		if err != nil {
+			return err
+		}
+		return p.show(reply.GetSandbox(), id, func() error { return p.printLine(id) })
+	})
+	return cmd
 }
 
 func (p *program) resumeCommand() *cobra.Command {

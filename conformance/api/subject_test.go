@@ -2,13 +2,14 @@ package api
 
 import (
 	"os"
+	"strings"
 	"testing"
 
 	"github.com/berth-sandbox/berth/conformance/need"
 )
 
-// The suite runs against one provider at a time: BERTH_PROVIDER is local (the default), docker, or
-// docker-bridge, which reaches machines through the engine also where they could dial out. For docker
+// The suite runs against one provider at a time: BERTH_PROVIDER is local (the default), local-plain,
+// whose machines are plain processes, docker, or docker-bridge, which reaches machines through the engine also where they could dial out. For docker
 // BERTH_DOCKER_IMAGE names an image with bash, git and procps, and with the repository of
 // conformance/image.sh in /srv/repo.
 const (
@@ -24,7 +25,7 @@ func provider() string {
 	return "local"
 }
 
-func onDocker() bool { return provider() != "local" }
+func onDocker() bool { return strings.HasPrefix(provider(), "docker") }
 
 // subject is the broker's flags for the provider that the suite runs against.
 func subject(t *testing.T) []string {
@@ -32,6 +33,8 @@ func subject(t *testing.T) []string {
 	switch provider() {
 	case "local":
 		return []string{"--provider", "local"}
+	case "local-plain":
+		return []string{"--provider", "local", "--local-isolation", "none"}
 	case "docker", "docker-bridge":
 		need.Docker(t)
 		image := os.Getenv(imageVariable)
@@ -44,7 +47,7 @@ func subject(t *testing.T) []string {
 		}
 		return flags
 	default:
-		t.Fatalf("%s is %q, want local, docker or docker-bridge", providerVariable, provider())
+		t.Fatalf("%s is %q, want local, local-plain, docker or docker-bridge", providerVariable, provider())
 		return nil
 	}
 }

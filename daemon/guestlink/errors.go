@@ -19,6 +19,7 @@ var (
 	ErrOtherBoot       = errors.New("the guest was started again meanwhile")
 	ErrOtherGeneration = errors.New("the guest is in another generation")
 	ErrForgotten       = errors.New("the guest was told to forget the job")
+	ErrExpired         = errors.New("the guest has seen much younger jobs")
 )
 
 // maxGuestText bounds what a guest's words may add to an error.
@@ -73,6 +74,8 @@ func precondition(answer *status.Status, text string) error {
 				return ErrOtherGeneration
 			case "FORGOTTEN":
 				return ErrForgotten
+			case "EXPIRED":
+				return ErrExpired
 			}
 		}
 	}

@@ -58,8 +58,9 @@ type Target struct {
 // Events are called on a link's own goroutine, one at a time for a machine; they must be quick and
 // must not call Drop for their own machine.
 type Events struct {
-	Up   func(machineID string, hello *guestv1.HelloResponse) // a connection was opened
-	Down func(machineID string, cause error)                  // the connection was lost, or could not be opened the first time
+	Up      func(machineID string, hello *guestv1.HelloResponse) // a connection was opened
+	Down    func(machineID string, cause error)                  // the connection was lost, or could not be opened the first time
+	Dropped func(machineID string)                               // the link is kept no more
 }
 
 // Options configure Links.
@@ -82,6 +83,9 @@ type Links struct {
 
 // New makes an empty set of links.
 func New(opts Options) *Links {
+	if opts.Events.Dropped == nil {
+		opts.Events.Dropped = func(string) {}
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	return &Links{opts: opts, ctx: ctx, cancel: cancel, links: map[string]*link{}}
 }
@@ -241,6 +245,7 @@ type connection struct {
 
 // keep dials, holds and redials until its context ends.
 func (k *link) keep(ctx context.Context, opts Options) {
+	defer opts.Events.Dropped(k.target.MachineID)
 	dialer, err := k.dialer(ctx)
 	if err != nil {
 		return

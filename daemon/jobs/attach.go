@@ -74,8 +74,12 @@ func (s *Service) Exec(ctx context.Context, call lifecycle.Call, sandboxID strin
 	if err != nil {
 		return err
 	}
-	defer s.unsetAttached(job.GetId())
 	err = s.relay(ctx, job, v, start, peer)
+	if err != nil {
+		// It may run on, for as long as its caller may come back: somebody must see its end.
+		s.unsetAttached(job.GetId())
+		s.spawn(func() { s.await(s.ctx, job.GetMachineId(), job.GetId()) })
+	}
 	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrOtherGeneration) {
 		return fault.New(fault.Recovering, "the machine of sandbox %s was started again just now: nothing was begun, try again", sandboxID).Retry(time.Second)
 	}
@@ -94,7 +98,7 @@ func (s *Service) attachedStart(call lifecycle.Call, sandboxID string, spec *ber
 		grace = spec.GetDisconnectGrace().AsDuration()
 	}
 	return job, &guestv1.StartRequest{
-		JobId: job.GetId(), Generation: job.GetGeneration(), BootId: job.GetBootId(), Command: command,
+		JobId: job.GetId(), BootId: job.GetBootId(), Command: command,
 		KillOnDisconnect: spec.GetOnDisconnect() != berthv1.OnDisconnect_ON_DISCONNECT_KEEP,
 		DisconnectGrace:  durationpb.New(max(grace, linkGrace)),
 	}, nil

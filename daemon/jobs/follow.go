@@ -64,6 +64,15 @@ func (s *Service) Follow(machineID string, hello *guestv1.HelloResponse) {
 	}()
 }
 
+// Forsake forgets what is kept in memory of a machine to which no link is kept any more.
+func (s *Service) Forsake(machineID string) {
+	s.Unfollow(machineID)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.stocked, machineID)
+	delete(s.adopted, machineID)
+}
+
 // Unfollow ends the follower of a machine whose connection is gone.
 func (s *Service) Unfollow(machineID string) {
 	s.mu.Lock()
@@ -86,6 +95,7 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 	}
 	request := &guestv1.ListRequest{Limit: listLimit} // everything, attached commands included
 	known, named := map[string]bool{}, 0
+	var settled time.Time
 	for ctx.Err() == nil {
 		response, err := s.list(ctx, machineID, request)
 		if err != nil {
@@ -98,17 +108,27 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 		if response.GetBootId() != hello.GetBootId() {
 			return // the next connection's follower takes over
 		}
-		s.takeAll(ctx, machineID, response.GetStatuses())
+		if !s.takeAll(ctx, machineID, response.GetStatuses()) {
+			pause(ctx, followRetry)
+			continue // the same again: a job that is done announces no further change
+		}
 		request.SinceCursor = response.GetNextCursor()
 		named += len(response.GetStatuses()) + 1
-		if known == nil || response.GetMore() && named < maxNamed {
+		if known == nil {
+			if s.opts.Now().Sub(settled) >= listWait {
+				settled = s.opts.Now()
+				s.settleReserved(ctx, machineID, hello)
+			}
+			continue
+		}
+		if response.GetMore() && named < maxNamed {
 			note(known, response)
 			continue
 		}
 		note(known, response)
 		s.settleOpen(ctx, machineID, hello, known)
 		s.tookStock(machineID)
-		known = nil
+		known, settled = nil, s.opts.Now()
 		request.Wait, request.DurableOnly = durationpb.New(listWait), true
 	}
 }
@@ -131,20 +151,20 @@ func (s *Service) list(ctx context.Context, machineID string, request *guestv1.L
 	return response, err
 }
 
-// takeAll takes statuses, several at once, and returns when all are taken.
-func (s *Service) takeAll(ctx context.Context, machineID string, statuses []*guestv1.Status) {
+// takeAll takes statuses, several at once, and reports whether all could be taken.
+func (s *Service) takeAll(ctx context.Context, machineID string, statuses []*guestv1.Status) bool {
 	var group errgroup.Group
 	group.SetLimit(homeAtOnce)
 	for _, status := range statuses {
 		group.Go(func() error {
-			if err := s.take(ctx, machineID, status); err != nil && ctx.Err() == nil {
-				s.opts.Log.Warn("cannot take a job's change; it is taken again at the next connection or change",
-					"machine", machineID, "job", status.GetJobId(), "error", err)
+			err := s.take(ctx, machineID, status)
+			if err != nil && ctx.Err() == nil {
+				s.opts.Log.Warn("cannot take a job's change; it is tried again", "machine", machineID, "job", status.GetJobId(), "error", err)
 			}
-			return nil
+			return err
 		})
 	}
-	_ = group.Wait()
+	return group.Wait() == nil
 }
 
 // take brings the ledger up to what a guest says of one job.
@@ -161,7 +181,12 @@ func (s *Service) take(ctx context.Context, machineID string, status *guestv1.St
 		_, err = s.bringHome(ctx, machineID, status)
 		return err
 	case isDone(job):
-		return nil // the ledger's word is final
+		// The ledger's word is final: what runs against it, a start that arrived too late, is ended.
+		s.opts.Log.Warn("a command runs although its job has ended; it is stopped", "machine", machineID, "job", job.GetId())
+		_, err = s.stopInGuest(ctx, machineID, &guestv1.StopRequest{
+			JobId: job.GetId(), Grace: durationpb.New(0), Reason: "too_late: its job had ended in the ledger",
+		})
+		return err
 	case !hasBegun(job):
 		s.recordRunning(ctx, status)
 	}
@@ -200,7 +225,7 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		}
 		job = &recordv1.JobRecord{
 			Id: status.GetJobId(), Namespace: machine.GetNamespace(), SandboxId: machine.GetSandboxId(), MachineId: machineID,
-			Generation: status.GetGeneration(), BootId: boundedText(status.GetBootId()),
+			Generation: machine.GetGeneration(), BootId: boundedText(status.GetBootId()),
 			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{},
 			CreateTime: timestamppb.New(s.opts.Now()), StartTime: boundedTime(status.GetStartTime(), s.opts.Now()),
 		}
@@ -232,7 +257,7 @@ func (s *Service) await(ctx context.Context, machineID, jobID string) {
 			return // the next connection takes stock again
 		}
 		if status.GetDone() {
-			if _, err := s.bringHome(ctx, machineID, status); err != nil && ctx.Err() == nil {
+			if err := s.take(ctx, machineID, status); err != nil && ctx.Err() == nil {
 				s.opts.Log.Warn("cannot record an attached command's outcome", "job", jobID, "error", err)
 			}
 			return
@@ -275,6 +300,21 @@ func (s *Service) settleOpen(ctx context.Context, machineID string, hello *guest
 		if err := s.settle(ctx, machineID, hello, job); err != nil && ctx.Err() == nil {
 			s.opts.Log.Warn("cannot settle an open job; it is tried again at the next connection", "job", job.GetId(), "error", err)
 		}
+	}
+}
+
+// settleReserved settles jobs whose start came to nothing although the connection holds.
+func (s *Service) settleReserved(ctx context.Context, machineID string, hello *guestv1.HelloResponse) {
+	begun := map[string]bool{}
+	err := s.opts.Store.View(func(tx *store.Tx) error {
+		open, err := tx.OpenJobs(machineID)
+		for _, job := range open {
+			begun[job.GetId()] = hasBegun(job)
+		}
+		return err
+	})
+	if err == nil {
+		s.settleOpen(ctx, machineID, hello, begun)
 	}
 }
 

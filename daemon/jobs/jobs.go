@@ -68,6 +68,9 @@ type Service struct {
 	closed    bool
 	followers map[string]*follower           // by machine
 	beginning map[string]bool                // jobs whose start is under way in this process
+	spent     map[string][]string            // attached commands that their guests may forget, by machine
+	recorded  []string                       // attached commands whose record is in the ledger's queue
+	spending  bool                           // somebody waits for the commit of those
 	attached  map[string]*recordv1.JobRecord // commands whose caller is attached here, until their record is written
 	active    map[string]time.Time           // when last_activity was last written, by sandbox
 	held      map[string]int                 // who reads from a guest, by job
@@ -93,7 +96,7 @@ func New(opts Options) (*Service, error) {
 	return &Service{
 		opts: opts, output: output, news: newNews(), ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
 		followers: map[string]*follower{}, beginning: map[string]bool{}, attached: map[string]*recordv1.JobRecord{}, active: map[string]time.Time{},
-		held: map[string]int{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{},
+		held: map[string]int{}, spent: map[string][]string{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{},
 	}, nil
 }
 
@@ -294,7 +297,7 @@ func (s *Service) startInGuest(ctx context.Context, job *recordv1.JobRecord, sec
 	ctx, cancel := context.WithDeadline(ctx, job.GetStartDeadline().AsTime())
 	defer cancel()
 	request := &guestv1.StartRequest{
-		JobId: job.GetId(), Generation: job.GetGeneration(), BootId: job.GetBootId(), Command: command, Durable: true,
+		JobId: job.GetId(), BootId: job.GetBootId(), Command: command, Durable: true, // the boot fences more strictly than the generation
 		KillOnDisconnect: job.GetSpec().GetOnDisconnect() == berthv1.OnDisconnect_ON_DISCONNECT_KILL,
 		DisconnectGrace:  job.GetSpec().GetDisconnectGrace(),
 	}
@@ -316,6 +319,8 @@ func (s *Service) notBegun(ctx context.Context, job *recordv1.JobRecord, cause e
 	switch {
 	case errors.Is(cause, guestlink.ErrOtherBoot), errors.Is(cause, guestlink.ErrOtherGeneration):
 		outcome = lost("guest_restarted: the machine's guest was started again before it had begun the job")
+	case errors.Is(cause, guestlink.ErrExpired):
+		outcome = &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: "expired: its guest has seen much younger jobs, so it was not started"}
 	case errors.Is(cause, guestlink.ErrForgotten):
 		outcome = lost("forgotten: the guest was told to forget the job before its receipt was at home")
 	case fault.KindOf(cause) == fault.KindInvalid, fault.Is(cause, fault.CapabilityMissing):
@@ -417,6 +422,11 @@ func (s *Service) until(ctx context.Context, jobID string, wanted func(*recordv1
 	defer stop()
 	for {
 		job, err := s.job(jobID)
+		if fault.Is(err, fault.JobNotFound) {
+			if attached := s.attachedHere(jobID); attached != nil {
+				job, err = attached, nil
+			}
+		}
 		if err != nil || wanted(job) {
 			return job, err
 		}

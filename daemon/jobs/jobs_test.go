@@ -502,12 +502,13 @@ func TestWhatLiesAtHomeIsFoundInOrder(t *testing.T) {
 	if data, err := home.read(id, stdout, 100, 101, 2); err != nil || string(data) != "ai" {
 		t.Errorf("it reads %q (%v)", data, err)
 	}
-	must(t, home.sync(id, map[berthv1.Stream][]*berthv1.ByteRange{stdout: {bytesRange(0, 4)}}))
+	must(t, home.sync(id))
+	home.prune(id, map[berthv1.Stream][]*berthv1.ByteRange{stdout: {bytesRange(0, 4)}})
 	if got := home.ranges(id, stdout); len(got) != 1 || len(home.ranges(id, stderr)) > 0 || home.size() != 4 {
-		t.Errorf("after the sync: %v, %d bytes", got, home.size())
+		t.Errorf("after the pruning: %v, %d bytes", got, home.size())
 	}
 	must(t, home.remove(id))
-	must(t, home.sync(id, nil))
+	must(t, home.sync(id))
 	if home.size() != 0 || len(home.ranges(id, stdout)) > 0 {
 		t.Error("something is left")
 	}

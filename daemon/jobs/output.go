@@ -1,12 +1,14 @@
 package jobs
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -45,8 +47,8 @@ func (h *homeOutput) write(jobID string, stream berthv1.Stream, from, offset uin
 	return nil
 }
 
-// sync makes what was written of a job durable, and removes files of ranges that are not kept.
-func (h *homeOutput) sync(jobID string, kept map[berthv1.Stream][]*berthv1.ByteRange) error {
+// sync makes what was written of a job durable.
+func (h *homeOutput) sync(jobID string) error {
 	dir := filepath.Join(h.dir, jobID)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -55,6 +57,20 @@ func (h *homeOutput) sync(jobID string, kept map[berthv1.Stream][]*berthv1.ByteR
 	if err != nil {
 		return fmt.Errorf("look at the output of job %s: %w", jobID, err)
 	}
+	for _, entry := range entries {
+		if err := syncPath(filepath.Join(dir, entry.Name())); err != nil {
+			return fmt.Errorf("make the output of job %s durable: %w", jobID, err)
+		}
+	}
+	return errors.Join(syncPath(dir), syncPath(h.dir))
+}
+
+// prune removes files of ranges that a receipt does not keep. One that can't be removed costs room only.
+func (h *homeOutput) prune(jobID string, kept map[berthv1.Stream][]*berthv1.ByteRange) {
+	entries, err := os.ReadDir(filepath.Join(h.dir, jobID))
+	if err != nil {
+		return
+	}
 	wanted := map[string]bool{}
 	for stream, ranges := range kept {
 		for _, r := range ranges {
@@ -62,18 +78,10 @@ func (h *homeOutput) sync(jobID string, kept map[berthv1.Stream][]*berthv1.ByteR
 		}
 	}
 	for _, entry := range entries {
-		path := filepath.Join(dir, entry.Name())
 		if !wanted[entry.Name()] {
-			if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return fmt.Errorf("drop output of job %s: %w", jobID, err)
-			}
-			continue
-		}
-		if err := syncPath(path); err != nil {
-			return fmt.Errorf("make the output of job %s durable: %w", jobID, err)
+			_ = os.Remove(filepath.Join(h.dir, jobID, entry.Name()))
 		}
 	}
-	return errors.Join(syncPath(dir), syncPath(h.dir))
 }
 
 func syncPath(path string) error {
@@ -103,15 +111,17 @@ func (h *homeOutput) ranges(jobID string, stream berthv1.Stream) []*berthv1.Byte
 	return inOrder(ranges)
 }
 
-// inOrder sorts the at most two ranges of a stream and lets the first win where they overlap.
+// inOrder sorts the ranges of a stream and leaves out those that overlap one before them.
 func inOrder(ranges []*berthv1.ByteRange) []*berthv1.ByteRange {
-	if len(ranges) == 2 && ranges[0].GetFrom() > ranges[1].GetFrom() {
-		ranges[0], ranges[1] = ranges[1], ranges[0]
+	slices.SortFunc(ranges, func(a, b *berthv1.ByteRange) int { return cmp.Compare(a.GetFrom(), b.GetFrom()) })
+	ordered := ranges[:0]
+	end := uint64(0)
+	for _, r := range ranges {
+		if len(ordered) == 0 || r.GetFrom() >= end {
+			ordered, end = append(ordered, r), r.GetTo()
+		}
 	}
-	if len(ranges) == 2 && ranges[1].GetFrom() < ranges[0].GetTo() {
-		ranges = ranges[:1]
-	}
-	return ranges
+	return ordered
 }
 
 // read returns bytes of a kept range.

@@ -17,6 +17,9 @@ import (
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
+// forgetAtOnce is how many jobs a guest is told to forget in one call: what the protocol allows.
+const forgetAtOnce = 1000
+
 // chunkBytes is asked of a guest at a time: larger chunks are no faster, see docs/limits.md.
 const chunkBytes = 256 << 10
 
@@ -32,11 +35,20 @@ func validJobID(id string) bool { return jobID.MatchString(id) }
 // is at home already stays as it is. A job whose output is not sealed (a child still holds the pipe)
 // gets its receipt all the same, and is finished when the guest says that it is sealed.
 func (s *Service) bringHome(ctx context.Context, machineID string, status *guestv1.Status) (*recordv1.JobRecord, error) {
-	result, err, _ := s.importing.Do(status.GetJobId(), func() (any, error) {
-		return s.importReceipt(ctx, machineID, status)
+	// One import serves everybody who asks at once, and none of them can end it for the others. One
+	// that begins when the output is sealed does more than one that began before.
+	key := fmt.Sprint(status.GetJobId(), sealed(status))
+	imported := s.importing.DoChan(key, func() (any, error) {
+		job, err := s.importReceipt(s.ctx, machineID, status)
+		return job, err
 	})
-	job, _ := result.(*recordv1.JobRecord)
-	return job, err
+	select {
+	case result := <-imported:
+		job, _ := result.Val.(*recordv1.JobRecord)
+		return job, result.Err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }
 
 func (s *Service) importReceipt(ctx context.Context, machineID string, status *guestv1.Status) (*recordv1.JobRecord, error) {
@@ -81,10 +93,7 @@ func sealed(status *guestv1.Status) bool {
 
 func (s *Service) writeReceipt(ctx context.Context, job *recordv1.JobRecord, status *guestv1.Status, stdout, stderr *berthv1.OutputFacts) (*recordv1.JobRecord, error) {
 	if job.GetKeepOutput() {
-		err := s.output.sync(job.GetId(), map[berthv1.Stream][]*berthv1.ByteRange{
-			berthv1.Stream_STREAM_STDOUT: stdout.GetKept(), berthv1.Stream_STREAM_STDERR: stderr.GetKept(),
-		})
-		if err != nil {
+		if err := s.output.sync(job.GetId()); err != nil {
 			return nil, err
 		}
 	}
@@ -102,6 +111,12 @@ func (s *Service) writeReceipt(ctx context.Context, job *recordv1.JobRecord, sta
 	})
 	// gofail: var jobsAfterReceipt struct{}
 	// fault.Die()
+	if err == nil && job.GetKeepOutput() {
+		// What the receipt no longer names may go, now that it is the receipt.
+		s.output.prune(job.GetId(), map[berthv1.Stream][]*berthv1.ByteRange{
+			berthv1.Stream_STREAM_STDOUT: job.GetStdout().GetKept(), berthv1.Stream_STREAM_STDERR: job.GetStderr().GetKept(),
+		})
+	}
 	return job, err
 }
 
@@ -270,13 +285,13 @@ func (s *Service) readInGuest(ctx context.Context, machineID string, request *gu
 
 // forget lets a guest drop a job that is at home. A failure costs only the guest's disk: the job is
 // named again at the next connection.
-func (s *Service) forget(ctx context.Context, machineID, id string) {
+func (s *Service) forget(ctx context.Context, machineID string, ids ...string) {
 	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
-		_, err := guest.Forget(ctx, &guestv1.ForgetRequest{JobIds: []string{id}})
+		_, err := guest.Forget(ctx, &guestv1.ForgetRequest{JobIds: ids})
 		return err
 	})
 	if err != nil && ctx.Err() == nil {
-		s.opts.Log.Debug("the guest could not be told to forget a job", "job", id, "error", err)
+		s.opts.Log.Debug("the guest could not be told to forget jobs", "jobs", ids, "error", err)
 	}
 }
 

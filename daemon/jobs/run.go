@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -71,11 +72,11 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 	grace := spec.GetDisconnectGrace().AsDuration()
 	request := &guestv1.RunRequest{
 		Start: &guestv1.StartRequest{
-			JobId: job.GetId(), Generation: job.GetGeneration(), BootId: job.GetBootId(), Command: command,
+			JobId: job.GetId(), BootId: job.GetBootId(), Command: command,
 			KillOnDisconnect: spec.GetOnDisconnect() != berthv1.OnDisconnect_ON_DISCONNECT_KEEP,
 			DisconnectGrace:  durationpb.New(max(grace, linkGrace)),
 		},
-		MaxOutputBytes: maxOutput, Forget: true,
+		MaxOutputBytes: maxOutput, // and it is remembered until its record is in the ledger
 	}
 	var response *guestv1.RunResponse
 	err = s.opts.Links.Call(ctx, job.GetMachineId(), func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
@@ -87,7 +88,7 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 		s.callerLeft(job, request.GetStart().GetKillOnDisconnect(), grace)
 		return nil, cmp.Or(ctx.Err(), err)
 	}
-	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrForgotten) || errors.Is(err, guestlink.ErrOtherGeneration) {
+	if errors.Is(err, guestlink.ErrOtherBoot) || errors.Is(err, guestlink.ErrOtherGeneration) {
 		s.conclude(job, lost("guest_restarted: the machine's guest was started again while the command ran or was about to"))
 		s.recordAttached(job)
 		return &Ran{Job: job}, nil
@@ -98,6 +99,7 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 	}
 	s.fill(job, response.GetStatus())
 	s.recordAttached(job)
+	s.afterCommit(job.GetId(), job.GetMachineId())
 	return &Ran{Job: job, Stdout: boundedOutput(response.GetStdout(), maxOutput), Stderr: boundedOutput(response.GetStderr(), maxOutput)}, nil
 }
 
@@ -149,8 +151,9 @@ func notKept(facts *berthv1.OutputFacts) *berthv1.OutputFacts {
 func (s *Service) recordAttached(job *recordv1.JobRecord) {
 	record := proto.CloneOf(job)
 	record.Stdout, record.Stderr = notKept(job.GetStdout()), notKept(job.GetStderr())
+	s.setAttached(record)
+	defer s.afterCommit(record.GetId(), "")
 	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
-		defer s.unsetAttached(record.GetId())
 		known, err := tx.Job(record.GetId())
 		if err != nil {
 			return err
@@ -161,6 +164,55 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 		}
 		return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
 	})
+}
+
+// spendEvery is how long attached commands gather before the ledger and their guests are done with
+// them.
+const spendEvery = 100 * time.Millisecond
+
+// afterCommit lets go of an attached command once its record is in the ledger: it is known from there
+// then, and the guest of the machine, if one is named, may forget it.
+func (s *Service) afterCommit(jobID, machineID string) {
+	s.mu.Lock()
+	s.recorded = append(s.recorded, jobID)
+	if machineID != "" {
+		s.spent[machineID] = append(s.spent[machineID], jobID)
+	}
+	begin := !s.spending
+	s.spending = true
+	s.mu.Unlock()
+	if begin && !s.spawn(s.spend) {
+		s.mu.Lock()
+		s.spending = false
+		s.mu.Unlock()
+	}
+}
+
+// spend works off what afterCommit has gathered, until nothing gathers any more.
+func (s *Service) spend() {
+	for {
+		pause(s.ctx, spendEvery)
+		s.mu.Lock()
+		recorded, spent := s.recorded, s.spent
+		s.recorded, s.spent = nil, map[string][]string{}
+		s.spending = len(recorded) > 0
+		s.mu.Unlock()
+		if len(recorded) == 0 {
+			return
+		}
+		// Behind all that was handed to the ledger before.
+		if err := s.opts.Store.Update(s.ctx, func(*store.Tx) error { return nil }); err != nil {
+			continue
+		}
+		for _, id := range recorded {
+			s.unsetAttached(id)
+		}
+		for machineID, ids := range spent {
+			for part := range slices.Chunk(ids, forgetAtOnce) {
+				s.forget(s.ctx, machineID, part...)
+			}
+		}
+	}
 }
 
 // callerLeft stops, after the grace, an attached command whose caller went away, and records what

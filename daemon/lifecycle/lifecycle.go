@@ -78,7 +78,8 @@ type Service struct {
 	wg      sync.WaitGroup
 
 	mu      sync.Mutex
-	running map[string]*run // by operation id
+	running map[string]*run    // by operation id
+	failing map[string]failure // operations whose step fails, by id
 }
 
 // New makes a service; nothing runs until Resume or a call.
@@ -89,7 +90,7 @@ func New(opts Options) *Service {
 	ctx, cancel := context.WithCancel(context.Background())
 	draining, drain := context.WithCancel(ctx)
 	s := &Service{
-		opts: opts, providers: map[string]providers.Provider{}, running: map[string]*run{},
+		opts: opts, providers: map[string]providers.Provider{}, running: map[string]*run{}, failing: map[string]failure{},
 		ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
 	}
 	for _, named := range opts.Providers {
@@ -113,6 +114,14 @@ func (s *Service) Close() {
 // Create makes a sandbox and waits until it runs. The operation goes on when the context ends; the
 // same request joins it.
 func (s *Service) Create(ctx context.Context, call Call, spec *berthv1.SandboxSpec) (*recordv1.SandboxRecord, error) {
+	// A request that was made before has its answer, whatever the provider says now.
+	prior, err := s.prior(call)
+	if err != nil {
+		return nil, err
+	}
+	if prior != "" {
+		return s.settled(ctx, prior)
+	}
 	spec = proto.CloneOf(spec)
 	name, provider, err := s.provider(spec.GetProvider())
 	if err != nil {
@@ -130,6 +139,15 @@ func (s *Service) Create(ctx context.Context, call Call, spec *berthv1.SandboxSp
 		s.launch(operationID, "")
 	}
 	return s.settled(ctx, id)
+}
+
+// prior returns what a request made or acted on before, if it was made before.
+func (s *Service) prior(call Call) (id string, err error) {
+	err = s.opts.Store.View(func(tx *store.Tx) (err error) {
+		id, err = call.Prior(tx)
+		return err
+	})
+	return id, err
 }
 
 // reserve writes the sandbox, its machine and the operation down in one transaction. The operation

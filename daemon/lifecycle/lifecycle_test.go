@@ -453,27 +453,6 @@ func TestAnOperationHasOneGoroutineHoweverOftenItIsLaunched(t *testing.T) {
 	}
 }
 
-func TestTwoServicesOnOneLedgerMakeOneMachine(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang})
-	go func() { _, _ = w.create("c") }()
-	w.wait("the boot", func() bool { return w.calls(fake.CallCreate) == 1 })
-	w.stop()
-	w.restart(nil)
-	other, links := w.another()
-	defer links.Close()
-	defer other.Close()
-	must(t, other.ResumeOperations())
-	w.created()
-	w.wait("the end", func() bool { return w.operation() == nil })
-	w.wantState(running)
-	w.wantBoots(1)
-	if machines, err := w.fake.World().Machines(); err != nil || len(machines) != 1 {
-		t.Errorf("machines %v (%v)", machines, err)
-	}
-}
-
 func TestFiftyCallersOfOneRequestShareOneSandbox(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

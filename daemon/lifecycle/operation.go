@@ -19,7 +19,7 @@ import (
 const (
 	retryFirst = 50 * time.Millisecond // after an ambiguous answer the step probes again this soon
 	retryMost  = 15 * time.Second      // and at least this often: a provider that came back is used soon
-	giveUp     = 10 * time.Minute      // a create or resume whose steps still fail after this is undone
+	giveUp     = 10 * time.Minute      // a step of a create or resume that failed first this long ago is undone
 	// maxReboots of a machine that stops while it is set up: a crash may be bad luck, three are not.
 	maxReboots = 2
 	// maxErrorText bounds what a provider's words may add to a record.
@@ -28,6 +28,12 @@ const (
 
 // errOvertaken ends the goroutine of an operation that another one replaced in the ledger.
 var errOvertaken = errors.New("the operation was overtaken by another")
+
+// failure is a step that fails, and since when.
+type failure struct {
+	step  string
+	since time.Time
+}
 
 // run is an operation's goroutine.
 type run struct {
@@ -69,6 +75,7 @@ func (s *Service) launch(id, overtakes string) {
 		}
 		s.carryOut(ctx, id)
 		s.mu.Lock()
+		delete(s.failing, id)
 		delete(s.running, id)
 		s.mu.Unlock()
 		close(r.done)
@@ -180,7 +187,7 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 	if gone {
 		cause = fault.New(fault.MachineGone, "machine %s vanished while it was set up: %w", operation.GetMachineId(), cause)
 	}
-	undo := undoable(operation) && !reboot && (definite(cause) || now.Sub(timeOf(operation.GetCreateTime())) > giveUp)
+	undo := undoable(operation) && !reboot && (definite(cause) || now.Sub(s.failingSince(operation, now)) > giveUp)
 	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
 		operation.Attempts++
 		operation.LastError = cutText(cause.Error())
@@ -205,6 +212,19 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 		}
 		return errors.Join(tx.PutSandbox(sandbox, "", ""), tx.PutOperation(operation))
 	})
+}
+
+// failingSince returns when an operation's step failed first, as far as this process has seen: neither a
+// long step that did not fail nor the broker's own absence counts against it.
+func (s *Service) failingSince(operation *recordv1.OperationRecord, now time.Time) time.Time {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	first, known := s.failing[operation.GetId()]
+	if !known || first.step != operation.GetStep() {
+		first = failure{operation.GetStep(), now}
+		s.failing[operation.GetId()] = first
+	}
+	return first.since
 }
 
 // stoppedMeanwhile reports whether the machine that an operation is setting up has stopped, so that

@@ -274,9 +274,27 @@ func (s *Service) fail(ctx context.Context, operation *recordv1.OperationRecord)
 	})
 }
 
-// stop ends a resume that was given up: the disk is still there.
+// stop ends a resume that was given up: the disk is still there. A machine that runs after all is not
+// said to be stopped; it is looked at again.
 func (s *Service) stop(ctx context.Context, operation *recordv1.OperationRecord) error {
+	machine, err := s.machineRecord(operation.GetMachineId())
+	if err != nil {
+		return err
+	}
+	found, err := s.inspect(ctx, machine)
+	if err != nil && !errors.Is(err, providers.ErrNotFound) {
+		return err
+	}
 	s.opts.Links.Drop(operation.GetMachineId())
+	switch {
+	case err == nil && found.State == providers.MachineRunning:
+		return fmt.Errorf("machine %s runs, although resuming it failed (%s): %w", machine.GetId(), operation.GetUndoing().GetMessage(), providers.ErrAmbiguous)
+	case err == nil && found.State == providers.MachineSuspended:
+		return s.close(ctx, operation, func(sandbox *recordv1.SandboxRecord) (event, message string) {
+			sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_SUSPENDED, operation.GetUndoing()
+			return "sandbox.suspended", "resuming it failed: " + operation.GetUndoing().GetMessage()
+		})
+	}
 	return s.close(ctx, operation, func(sandbox *recordv1.SandboxRecord) (event, message string) {
 		sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_STOPPED, operation.GetUndoing()
 		return "sandbox.stopped", "resuming it failed: " + operation.GetUndoing().GetMessage()
@@ -286,14 +304,34 @@ func (s *Service) stop(ctx context.Context, operation *recordv1.OperationRecord)
 // settleJobs stops what runs in a doomed machine and fetches the receipts, as far as that can be
 // done in time: a machine that does not answer is destroyed all the same.
 func (s *Service) settleJobs(ctx context.Context, operation *recordv1.OperationRecord) error {
-	if s.opts.Links.Hello(operation.GetMachineId()) != nil {
-		limited, cancel := context.WithTimeout(ctx, settleTimeout)
+	limited, cancel := context.WithTimeout(ctx, settleTimeout)
+	defer cancel()
+	if s.reachable(limited, operation.GetMachineId()) {
 		s.opts.Hooks.SettleJobs(limited, operation.GetMachineId())
-		cancel()
 	}
 	// gofail: var lifecycleAfterSettle struct{}
 	// fault.Die()
 	return s.advance(ctx, operation, "machine", nil)
+}
+
+// reachable waits for a link to the guest of a machine that runs: right after a start of the broker
+// there is none yet, and the guest may have outcomes that nobody else has.
+func (s *Service) reachable(ctx context.Context, machineID string) bool {
+	if s.opts.Links.Hello(machineID) != nil {
+		return true
+	}
+	machine, err := s.machineRecord(machineID)
+	if err != nil || machine.GetBootId() == "" {
+		return false // nobody has ever spoken to its guest
+	}
+	if found, err := s.inspect(ctx, machine); err != nil || found.State != providers.MachineRunning {
+		return false
+	}
+	if err := s.OpenLink(machine); err != nil {
+		return false
+	}
+	_, err = s.opts.Links.Wait(ctx, machineID)
+	return err == nil
 }
 
 // destroyMachine destroys the machine at its provider.

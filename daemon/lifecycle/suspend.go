@@ -27,6 +27,13 @@ func (s *Service) Suspend(ctx context.Context, call Call, id string) (*recordv1.
 	if err != nil {
 		return nil, err
 	}
+	prior, err := s.prior(call)
+	if err != nil {
+		return nil, err
+	}
+	if prior != "" {
+		return s.suspended(ctx, id)
+	}
 	if !slices.Contains(sandbox.GetCapabilities(), string(providers.CapSuspend)) {
 		return nil, fault.New(fault.CapabilityMissing, "sandbox %s is on provider %s, which cannot suspend its machine here (`berth providers` says why)", id, sandbox.GetSpec().GetProvider()).
 			With("provider", sandbox.GetSpec().GetProvider()).With("capability", string(providers.CapSuspend))
@@ -137,7 +144,9 @@ func (s *Service) wake(ctx context.Context, operation *recordv1.OperationRecord)
 		if recordErr != nil {
 			return err
 		}
-		if found, inspectErr := s.inspect(ctx, record); inspectErr != nil || found.State != providers.MachineStopped {
+		found, inspectErr := s.inspect(ctx, record)
+		gone := errors.Is(inspectErr, providers.ErrNotFound) // then reconcile finds that out too, and says LOST
+		if !gone && (inspectErr != nil || found.State != providers.MachineStopped) {
 			return err
 		}
 		return s.close(ctx, operation, func(sandbox *recordv1.SandboxRecord) (event, message string) {
@@ -236,13 +245,23 @@ func (s *Service) suspender(operation *recordv1.OperationRecord) (providers.Susp
 
 // close ends an operation with its sandbox in a resting state.
 func (s *Service) close(ctx context.Context, operation *recordv1.OperationRecord, change func(*recordv1.SandboxRecord) (event, message string)) error {
-	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
+	var waitedFor []string
+	err := s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
 		sandbox, err := tx.Sandbox(operation.GetSandboxId())
 		if err != nil || sandbox == nil {
 			return errors.Join(err, tx.DeleteOperation(operation.GetId()))
 		}
+		waitedFor = nil
+		open, err := tx.OpenJobs(operation.GetMachineId())
+		for _, job := range open {
+			waitedFor = append(waitedFor, job.GetId())
+		}
 		event, message := change(sandbox)
 		sandbox.OperationId = ""
-		return errors.Join(tx.PutSandbox(sandbox, event, message), tx.DeleteOperation(operation.GetId()))
+		return errors.Join(err, tx.PutSandbox(sandbox, event, message), tx.DeleteOperation(operation.GetId()))
 	})
+	if err == nil {
+		s.opts.Hooks.JobsChanged(waitedFor)
+	}
+	return err
 }

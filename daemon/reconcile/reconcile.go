@@ -25,7 +25,7 @@ import (
 // Tuning.
 const (
 	lookEvery   = time.Second      // at machines that are silent
-	lookTimeout = 10 * time.Second // one machine's look; a mute provider costs the others nothing
+	lookTimeout = 10 * time.Second // one machine's look; a mute provider is not waited for longer
 	looksAtOnce = 16
 	sweepEvery  = 30 * time.Second // for machines without a record
 	orphanGrace = time.Minute      // a machine without a record is left alone this long
@@ -314,14 +314,37 @@ func (s *Service) destroyOrphan(ctx context.Context, named lifecycle.Named, mach
 // trim drops what was kept long enough: request ids, events, receipts, ended sandboxes.
 func (s *Service) trim(ctx context.Context) {
 	now := s.opts.Now()
-	err := s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-		_, requestsErr := tx.TrimRequests(now, trimAtOnce)
-		_, eventsErr := tx.TrimEvents(now.Add(-eventsKept), eventsMost, trimAtOnce)
-		return errors.Join(requestsErr, eventsErr)
-	})
-	_, receiptsErr := s.opts.Jobs.RemoveReceipts(ctx, now.Add(-s.opts.Retention), trimAtOnce)
-	if err := errors.Join(err, receiptsErr, s.trimSandboxes(ctx, now.Add(-s.opts.Retention))); err != nil && ctx.Err() == nil {
+	before := now.Add(-s.opts.Retention)
+	err := errors.Join(
+		s.untilFew(ctx, func() (n int, err error) {
+			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+				n, err = tx.TrimRequests(now, trimAtOnce)
+				return err
+			})
+			return n, err
+		}),
+		s.untilFew(ctx, func() (n int, err error) {
+			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+				n, err = tx.TrimEvents(now.Add(-eventsKept), eventsMost, trimAtOnce)
+				return err
+			})
+			return n, err
+		}),
+		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveReceipts(ctx, before, trimAtOnce) }),
+		s.trimSandboxes(ctx, before),
+	)
+	if err != nil && ctx.Err() == nil {
 		s.opts.Log.Warn("cannot drop what was kept long enough", "error", err)
+	}
+}
+
+// untilFew trims again and again, one short transaction at a time, until there is little left to trim.
+func (s *Service) untilFew(ctx context.Context, trim func() (int, error)) error {
+	for {
+		n, err := trim()
+		if err != nil || n < trimAtOnce || ctx.Err() != nil {
+			return err
+		}
 	}
 }
 
@@ -333,7 +356,10 @@ func (s *Service) trimSandboxes(ctx context.Context, before time.Time) error {
 		}
 		for _, id := range ids {
 			sandbox, err := tx.Sandbox(id)
-			if err != nil || sandbox == nil || sandbox.GetOperationId() != "" {
+			if err != nil {
+				return err
+			}
+			if sandbox == nil || sandbox.GetOperationId() != "" {
 				continue
 			}
 			if err := errors.Join(tx.DeleteMachine(sandbox.GetMachineId()), tx.DeleteSandbox(id)); err != nil {

@@ -56,7 +56,7 @@ const (
 // errNotLedger and errTooShort are what checkLength finds.
 var (
 	errNotLedger = errors.New("it is not a ledger: point berthd at its own state directory")
-	errTooShort  = errors.New("the file is shorter than it says, so a part of it is missing: restore a copy made by berth backup")
+	errTooShort  = errors.New("the file is shorter than it says, so a part of it is missing: restore a copy of it")
 )
 
 // checkLength reads the newest good head and compares what it says with the file's length. An empty

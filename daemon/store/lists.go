@@ -178,7 +178,7 @@ func (tx *Tx) EndedJobs(before time.Time, max int) ([]string, error) {
 }
 
 func dangling(index, id string) error {
-	return fault.New(fault.StoreFailed, "the ledger's index %s names %s, which is not there: run berth fsck", index, id)
+	return fault.New(fault.StoreFailed, "the ledger's index %s names %s, which is not there: restore a copy of the ledger", index, id)
 }
 
 // keys returns every key of a bucket, in order.

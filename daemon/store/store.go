@@ -128,7 +128,7 @@ func openFileLocked(path string, timeout time.Duration, openFile opener) (db *bo
 	defer func() {
 		// bbolt panics on some kinds of damage while it scans for free pages.
 		if reason := recover(); reason != nil {
-			db, err = nil, fmt.Errorf("open the ledger %s: the file is damaged (%v): restore a copy made by berth backup", path, reason)
+			db, err = nil, fmt.Errorf("open the ledger %s: the file is damaged (%v): restore a copy of it", path, reason)
 		}
 	}()
 	options := &bolt.Options{
@@ -149,7 +149,7 @@ func openFileLocked(path string, timeout time.Duration, openFile opener) (db *bo
 	case errors.Is(err, berrors.ErrTimeout):
 		return nil, fmt.Errorf("open the ledger %s: %s has it; one ledger serves one daemon: stop that one or use another state directory", path, holder(path))
 	case errors.Is(err, berrors.ErrInvalid), errors.Is(err, berrors.ErrVersionMismatch), errors.Is(err, berrors.ErrChecksum):
-		return nil, fmt.Errorf("open the ledger %s: it is not a ledger, or both of its heads are damaged (%w): point berthd at its own state directory, or restore a copy made by berth backup", path, err)
+		return nil, fmt.Errorf("open the ledger %s: it is not a ledger, or both of its heads are damaged (%w): point berthd at its own state directory, or restore a copy of it", path, err)
 	default:
 		return nil, fmt.Errorf("open the ledger %s: %w", path, err)
 	}

@@ -146,7 +146,7 @@ func decode(bucket *bolt.Bucket, name string, key []byte, record proto.Message) 
 
 func unmarshal(name string, key, value []byte, record proto.Message) error {
 	if err := proto.Unmarshal(value, record); err != nil {
-		return fault.New(fault.StoreFailed, "the ledger's value %s/%s can't be decoded: %w: restore a copy made by berth backup", name, printable(key), err)
+		return fault.New(fault.StoreFailed, "the ledger's value %s/%s can't be decoded: %w: restore a copy of it", name, printable(key), err)
 	}
 	return nil
 }

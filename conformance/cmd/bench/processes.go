@@ -30,6 +30,7 @@ type brokerProcess struct {
 	dir     string
 	address string
 	cmd     *exec.Cmd
+	engine  *engine // nil: there is none
 }
 
 func startBroker(ctx context.Context) (*brokerProcess, error) {
@@ -38,8 +39,14 @@ func startBroker(ctx context.Context) (*brokerProcess, error) {
 		return nil, err
 	}
 	b := &brokerProcess{dir: dir, address: "unix://" + filepath.Join(dir, "b.sock")}
-	b.cmd = exec.CommandContext(context.WithoutCancel(ctx), "bin/berthd", "--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"),
-		"--listen", b.address, "--provider", "local", "--log-level", "error")
+	if b.engine, err = openEngine(ctx); err != nil {
+		return nil, err
+	}
+	args := []string{"--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--listen", b.address, "--provider", "local", "--log-level", "error"}
+	if b.engine != nil {
+		args = append(args, "--provider", "docker")
+	}
+	b.cmd = exec.CommandContext(context.WithoutCancel(ctx), "bin/berthd", args...)
 	b.cmd.Stderr = os.Stderr
 	b.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	out, err := b.cmd.StdoutPipe()
@@ -59,7 +66,11 @@ func (b *brokerProcess) pid() int { return b.cmd.Process.Pid }
 
 func (b *brokerProcess) stop() error {
 	_ = b.cmd.Process.Signal(syscall.SIGTERM) // gone already is as good
-	return errors.Join(b.cmd.Wait(), os.RemoveAll(b.dir))
+	err := b.cmd.Wait()
+	if b.engine != nil {
+		err = errors.Join(err, b.engine.close(context.Background()))
+	}
+	return errors.Join(err, os.RemoveAll(b.dir))
 }
 
 // guests lists the pids of this broker's guests.

@@ -56,7 +56,7 @@ func measure(ctx context.Context, n int, out string) (err error) {
 		return err
 	}
 	b.sandbox = made.GetSandbox().GetId()
-	for _, row := range []func(context.Context) error{b.oneCaller, b.manyCallers, b.detached, b.poll, b.stream, b.commits, b.memory} {
+	for _, row := range []func(context.Context) error{b.oneCaller, b.manyCallers, b.detached, b.poll, b.stream, b.commits, b.memory, b.docker} {
 		if err := row(ctx); err != nil {
 			return err
 		}
@@ -69,6 +69,15 @@ func measure(ctx context.Context, n int, out string) (err error) {
 
 // interleaved runs several things in turn, n times, so that all of them see the same noise.
 func interleaved(n int, things ...func() error) ([]sample, error) {
+	return inTurn(n, warmUp, things)
+}
+
+// interleavedFew is interleaved for things that take long: one round warms up.
+func interleavedFew(n int, things ...func() error) ([]sample, error) {
+	return inTurn(n, 1, things)
+}
+
+func inTurn(n, warmUp int, things []func() error) ([]sample, error) {
 	samples := make([]sample, len(things))
 	for round := range n + warmUp {
 		for i, thing := range things {
@@ -252,7 +261,7 @@ func (b *bench) stream(ctx context.Context) error {
 		return err
 	}
 	bare := float64(streamBytes) / time.Since(begin).Seconds()
-	took, busy, err := b.streamBeside(ctx)
+	took, busy, err := b.streamBeside(ctx, b.run(ctx, "true"))
 	if err != nil {
 		return err
 	}
@@ -263,7 +272,8 @@ func (b *bench) stream(ctx context.Context) error {
 	return nil
 }
 
-func (b *bench) streamBeside(ctx context.Context) (time.Duration, sample, error) {
+// streamBeside streams at full speed, and runs a short thing again and again beside it, if there is one.
+func (b *bench) streamBeside(ctx context.Context, beside func() error) (time.Duration, sample, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := b.client.Jobs().Exec(ctx)
@@ -297,7 +307,10 @@ func (b *bench) streamBeside(ctx context.Context) (time.Duration, sample, error)
 		}
 	}()
 	var busy sample
-	run := b.run(ctx, "true")
+	if beside == nil {
+		got := <-read
+		return got.took, busy, got.err
+	}
 	for {
 		select {
 		case got := <-read:
@@ -305,7 +318,7 @@ func (b *bench) streamBeside(ctx context.Context) (time.Duration, sample, error)
 		default:
 		}
 		start := time.Now()
-		if err := run(); err != nil {
+		if err := beside(); err != nil {
 			return 0, busy, err
 		}
 		busy.costs = append(busy.costs, time.Since(start))

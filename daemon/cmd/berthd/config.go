@@ -35,6 +35,7 @@ type config struct {
 	Listen    []string      `yaml:"listen"`
 	Providers []string      `yaml:"provider"`
 	Guest     string        `yaml:"guest"`
+	Isolation string        `yaml:"local-isolation"`
 	Docker    dockerConfig  `yaml:",inline"`
 	LogFormat string        `yaml:"log-format"`
 	LogLevel  string        `yaml:"log-level"`
@@ -57,6 +58,7 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://loopback:port; may be repeated (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
 	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local, and docker where an engine answers)")
 	flags.StringVar(&c.Guest, "guest", "", "the berth-guest program (default: next to berthd)")
+	flags.StringVar(&c.Isolation, "local-isolation", "auto", "what local machines get: auto is the most that this host lets them have, none is plain processes")
 	flags.StringVar(&c.Docker.Host, "docker-host", "", "address of the Docker Engine, unix:///path or tcp://host:port (default $DOCKER_HOST, else the local engine)")
 	flags.StringVar(&c.Docker.Image, "docker-image", docker.DefaultImage, "image of docker machines that name none")
 	flags.BoolVar(&c.Docker.Bridge, "docker-bridge", false, "reach docker machines through the engine also where they could dial out")
@@ -68,7 +70,7 @@ func bind(cmd *cobra.Command, c *config) {
 		return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 	}
 	for name, values := range map[string][]string{
-		"provider": providerNames(), "log-format": {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
+		"provider": providerNames(), "log-format": {"text", "json"}, "local-isolation": {"auto", "none"}, "log-level": {"debug", "info", "warn", "error"},
 	} {
 		if err := cmd.RegisterFlagCompletionFunc(name, complete(values...)); err != nil {
 			panic(err) // a flag of another name: a defect that the first start shows
@@ -134,7 +136,7 @@ func readConfig(path string, c *config) error {
 
 // configNames are the settings of a file: the flags' own names.
 var configNames = []string{
-	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level", "retention",
+	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level", "retention", "local-isolation",
 }
 
 // oneLine is the library's error, which is several lines, as this daemon's, which is one.
@@ -151,7 +153,8 @@ func override(cmd *cobra.Command, c, flags config) config {
 		"listen": func() { c.Listen = flags.Listen }, "provider": func() { c.Providers = flags.Providers },
 		"guest": func() { c.Guest = flags.Guest }, "log-format": func() { c.LogFormat = flags.LogFormat },
 		"log-level": func() { c.LogLevel = flags.LogLevel }, "retention": func() { c.Retention = flags.Retention },
-		"docker-host": func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
+		"local-isolation": func() { c.Isolation = flags.Isolation },
+		"docker-host":     func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
 		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge },
 	} {
 		if given(name) {
@@ -168,6 +171,9 @@ func (c config) check() error {
 	var level slog.Level
 	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
 		return fmt.Errorf("--log-level: %q is not debug, info, warn or error", c.LogLevel)
+	}
+	if c.Isolation != "auto" && c.Isolation != "none" {
+		return fmt.Errorf("--local-isolation: %q is not auto or none", c.Isolation)
 	}
 	if c.Retention < time.Hour {
 		return fmt.Errorf("--retention: %s is too short: at least 1h, or a client may never see its receipt", c.Retention)

@@ -23,7 +23,9 @@ type machinery struct {
 	brokerID string
 	guest    func(arch string) (string, error)
 	log      *slog.Logger
-	docker   dockerConfig
+	// isolation is what local machines get at most.
+	isolation string
+	docker    dockerConfig
 }
 
 // provider is how one kind is made.
@@ -37,6 +39,7 @@ var known = []provider{
 	{"local", func(m machinery) (providers.Provider, error) {
 		return local.New(local.Options{
 			Dir: filepath.Join(m.state, "local"), BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
+			Isolation: local.IsolationMode(m.isolation),
 		})
 	}},
 	{"docker", func(m machinery) (providers.Provider, error) {

@@ -110,7 +110,7 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 	defer listeners.close()
 
 	started := startProviders(d.config.Providers, machinery{
-		state: d.config.State, brokerID: d.ledger.Instance(), guest: guest, log: d.log, docker: d.config.Docker,
+		state: d.config.State, brokerID: d.ledger.Instance(), guest: guest, log: d.log, isolation: d.config.Isolation, docker: d.config.Docker,
 	})
 	if err := d.wire(keys, started, sockets); err != nil {
 		return err
@@ -140,8 +140,9 @@ func (d *daemon) sameKey(ctx context.Context, keys *vault.Vault) error {
 
 func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets string) error {
 	d.links = guestlink.New(guestlink.Options{Build: buildVersion(), Log: d.log, Events: guestlink.Events{
-		Up:   func(machineID string, hello *guestv1.HelloResponse) { d.jobs.Follow(machineID, hello) },
-		Down: func(machineID string, _ error) { d.jobs.Unfollow(machineID); d.reconcile.Kick() },
+		Up:      func(machineID string, hello *guestv1.HelloResponse) { d.jobs.Follow(machineID, hello) },
+		Down:    func(machineID string, _ error) { d.jobs.Unfollow(machineID); d.reconcile.Kick() },
+		Dropped: func(machineID string) { d.jobs.Forsake(machineID) },
 	}})
 	d.sandboxes = lifecycle.New(lifecycle.Options{
 		Store: d.ledger, Vault: keys, Links: d.links, Providers: started, SocketDir: sockets, Log: d.log,
