@@ -36,6 +36,8 @@ const (
 // unreached are the failpoints that this story cannot come to, and why. Each has a test of its own in
 // its room.
 var unreached = map[string]string{
+	"guestBeforeAdopt":   "only a fork or a restore gives a guest another machine or generation",
+	"guestAfterAdopt":    "only a fork or a restore gives a guest another machine or generation",
 	"lifecycleBeforeCut": "the local provider cannot cut a machine off",
 	"storeBeforeMigrate": "the ledger has one schema so far",
 	"storeAfterMigrate":  "the ledger has one schema so far",

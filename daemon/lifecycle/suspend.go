@@ -205,7 +205,8 @@ func (s *Service) unfreeze(ctx context.Context, operation *recordv1.OperationRec
 	if err := s.OpenLink(record); err != nil {
 		return err
 	}
-	if _, err := s.firstHello(ctx, record); err != nil {
+	hello, err := s.firstHello(ctx, record)
+	if err != nil {
 		return err
 	}
 	entropy := make([]byte, entropyBytes)
@@ -214,7 +215,8 @@ func (s *Service) unfreeze(ctx context.Context, operation *recordv1.OperationRec
 	}
 	err = s.opts.Links.Call(limited, machine.ID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		_, err := guest.Resumed(ctx, &guestv1.ResumedRequest{
-			Generation: operation.GetGeneration(), Time: timestamppb.New(s.opts.Now()), Entropy: entropy,
+			// Its own: another one would tell it to drop what belongs to the old.
+			Generation: hello.GetGeneration(), Time: timestamppb.New(s.opts.Now()), Entropy: entropy,
 		})
 		return err
 	})

@@ -37,7 +37,9 @@ func FuzzSpareConnection(f *testing.F) {
 	server := grpc.NewServer(grpc.Creds(connectionState{}), grpc.UnaryInterceptor(authenticateUnary),
 		grpc.StreamInterceptor(authenticateStream), grpc.ForceServerCodecV2(newCodec()))
 	// Without a supervisor a call that gets in has nothing to work with, and the guest would panic.
-	guestv1.RegisterGuestServiceServer(server, &service{identity: identity{machineID: m.config.GetMachineId(), token: m.config.GetToken()}})
+	s := &service{}
+	s.identity.Store(&identity{machineID: m.config.GetMachineId(), token: m.config.GetToken()})
+	guestv1.RegisterGuestServiceServer(server, s)
 	var serving sync.WaitGroup
 	ctx, cancel := context.WithCancel(context.Background())
 	serving.Go(func() { reverse.dial(ctx) })

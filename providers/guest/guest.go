@@ -23,6 +23,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -54,6 +55,7 @@ type Options struct {
 	Log              *slog.Logger  // default: slog.Default
 	KeepaliveTime    time.Duration // default 10 s
 	KeepaliveTimeout time.Duration // default 5 s
+	QuiesceMost      time.Duration // of running time without counting for jobs; default 60 s
 }
 
 // Serve runs a guest until ctx ends; then it ends every job with its whole tree and returns nil.
@@ -91,20 +93,18 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	}()
 	supervisor, err := supervise.New(supervise.Config{
 		MachineID: config.GetMachineId(), Generation: config.GetGeneration(), BootID: bootID,
-		Workspace: config.GetWorkspace(), User: config.GetDefaultUser(), Env: config.GetEnv(),
+		Workspace: config.GetWorkspace(), User: config.GetDefaultUser(), Env: config.GetEnv(), QuiesceMost: options.QuiesceMost,
 		Records: records, Means: means, Reaper: reaper, Log: options.Log,
 	})
 	if err != nil {
 		return err
 	}
 	options.Log.Info("the guest is up", "machine", config.GetMachineId(), "boot", bootID, "build", options.Build, "containment", means.Kind().String())
-	s := &service{
-		supervisor: supervisor,
-		identity: identity{
-			machineID: config.GetMachineId(), token: config.GetToken(), generation: config.GetGeneration(),
-			bootID: bootID, workspace: config.GetWorkspace(), containment: means.Kind(), build: options.Build,
-		},
-	}
+	s := &service{supervisor: supervisor}
+	s.identity.Store(&identity{
+		machineID: config.GetMachineId(), token: config.GetToken(), generation: config.GetGeneration(),
+		bootID: bootID, workspace: config.GetWorkspace(), containment: means.Kind(), build: options.Build,
+	})
 	err = s.serve(ctx, config, options)
 	return errors.Join(err, supervisor.Close())
 }
@@ -191,14 +191,48 @@ func validate(c *guestv1.BootConfig) error {
 	return nil
 }
 
+// Probe tries what a guest does that is PID 1 of fresh namespaces, and says why it cannot.
+func Probe() error {
+	if os.Getpid() != 1 {
+		return errors.New("this is not the first process of its namespace, whose /proc must stay as it is")
+	}
+	return mountProc()
+}
+
+// mountProc mounts the machine's own /proc. A guest of an ordinary user has the capability for it from
+// the provider, in a way that would give it to every job as well; after this none gets it.
+func mountProc() error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("keep mounts to this machine: %w", err)
+	}
+	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
+		return fmt.Errorf("mount /proc: %w", err)
+	}
+	return dropAmbient()
+}
+
+// dropAmbient keeps the guest's capabilities from its jobs, on every thread that may fork one.
+func dropAmbient() error {
+	_, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0, 0)
+	if errors.Is(errno, syscall.ENOTSUP) {
+		// A build with C, which only tests are: there is no way to reach every thread, so there must be
+		// nothing to drop.
+		set, err := unix.PrctlRetInt(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_IS_SET, unix.CAP_SYS_ADMIN, 0, 0)
+		if err == nil && set == 0 {
+			return nil
+		}
+	}
+	if errno != 0 && !errors.Is(errno, syscall.EINVAL) { // such a kernel has nothing to drop
+		return fmt.Errorf("keep capabilities from jobs: %w", errno)
+	}
+	return nil
+}
+
 // prepareProcess makes the guest what the machine needs it to be.
 func prepareProcess(c *guestv1.BootConfig) error {
 	if c.GetMountProc() {
-		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
-			return fmt.Errorf("keep mounts to this machine: %w", err)
-		}
-		if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
-			return fmt.Errorf("mount /proc: %w", err)
+		if err := mountProc(); err != nil {
+			return err
 		}
 	}
 	if os.Getpid() != 1 {

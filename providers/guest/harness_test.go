@@ -33,6 +33,9 @@ const serveVariable = "BERTH_TEST_SERVE"
 // keepaliveVariable changes its keepalive times.
 const keepaliveVariable = "BERTH_TEST_KEEPALIVE"
 
+// quiesceVariable changes for how long it may be quiesced.
+const quiesceVariable = "BERTH_TEST_QUIESCE"
+
 // windowBytes is the broker's window of a stream.
 const windowBytes = 8 << 20
 
@@ -63,7 +66,8 @@ func serveForTest(file string) error {
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	every, _ := time.ParseDuration(os.Getenv(keepaliveVariable))
-	return Serve(ctx, config, Options{Build: "test", Log: log, KeepaliveTime: every, KeepaliveTimeout: every})
+	most, _ := time.ParseDuration(os.Getenv(quiesceVariable))
+	return Serve(ctx, config, Options{Build: "test", Log: log, KeepaliveTime: every, KeepaliveTimeout: every, QuiesceMost: most})
 }
 
 // machine is a guest in a process of its own, and the host that it dials.
@@ -84,6 +88,7 @@ type manner struct {
 	credential *syscall.Credential // nil: as this process
 	script     string              // bash's, which ends with exec "$0"; empty: none
 	keepalive  time.Duration       // between pings, and for an answer; 0: the defaults
+	quiesce    time.Duration       // at most; 0: the default
 }
 
 // boot starts a guest. change may alter its config.
@@ -171,7 +176,8 @@ func (m *machine) start() {
 	if m.how.script != "" {
 		m.process = exec.Command("bash", "-c", m.how.script, m.program())
 	}
-	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x", keepaliveVariable + "=" + m.how.keepalive.String()}
+	m.process.Env = []string{serveVariable + "=" + file, "SECRET_OF_THE_GUEST=x", keepaliveVariable + "=" + m.how.keepalive.String(),
+		quiesceVariable + "=" + m.how.quiesce.String()}
 	m.process.Stderr = os.Stderr
 	if m.config.GetMountProc() {
 		m.process.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNS}

@@ -31,6 +31,7 @@ const (
 // capabilities are what the broker may use; it gates on these names, never on versions.
 var capabilities = []string{
 	"run", "start", "attach", "read", "wait", "list.wait", "list.durable", "stop", "signal", "forget", "stdin.data", "stdin.open", "tty",
+	"quiesce",
 }
 
 // identity is who the guest is.
@@ -105,7 +106,7 @@ var errNoHello = status.Error(codes.Unauthenticated, "the first call on a connec
 
 // Hello opens a connection.
 func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
-	me := s.identity
+	me := s.identity.Load()
 	switch {
 	case r.GetProtocol() != protocol:
 		return nil, status.Errorf(codes.FailedPrecondition, "this guest speaks protocol %d, the broker %d: use builds that belong together", protocol, r.GetProtocol())

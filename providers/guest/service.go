@@ -3,6 +3,8 @@ package guest
 import (
 	"context"
 	"errors"
+	"os"
+	"sync/atomic"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
@@ -15,11 +17,18 @@ import (
 // errorDomain is the domain of the reasons in this guest's errors.
 const errorDomain = "berth.guest.v1"
 
+const (
+	// tokenLength is a machine's token's, in bytes.
+	tokenLength = 32
+	// entropyMost is what is taken of a caller's entropy, in bytes: more than the kernel's pool holds.
+	entropyMost = 4096
+)
+
 // service answers the broker's calls.
 type service struct {
 	guestv1.UnimplementedGuestServiceServer
 	supervisor *supervise.Supervisor
-	identity   identity
+	identity   atomic.Pointer[identity]
 }
 
 // Start begins a job.
@@ -81,6 +90,55 @@ func (s *service) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1.Li
 // Forget removes finished jobs.
 func (s *service) Forget(_ context.Context, r *guestv1.ForgetRequest) (*guestv1.ForgetResponse, error) {
 	return answer(s.supervisor.Forget(r))
+}
+
+// Quiesce prepares for a freeze.
+func (s *service) Quiesce(_ context.Context, r *guestv1.QuiesceRequest) (*guestv1.QuiesceResponse, error) {
+	return answer(s.supervisor.Quiesce(r), nil)
+}
+
+// Resumed goes on after a freeze, perhaps as another machine.
+func (s *service) Resumed(ctx context.Context, r *guestv1.ResumedRequest) (*guestv1.ResumedResponse, error) {
+	if n := len(r.GetToken()); n != 0 && n != tokenLength {
+		return nil, status.Errorf(codes.InvalidArgument, "a token has %d bytes, not %d", tokenLength, n)
+	}
+	stirEntropy(r.GetEntropy())
+	response, err := answer(s.supervisor.Resumed(ctx, r))
+	if err == nil {
+		s.become(r)
+	}
+	return response, err
+}
+
+// become is who the guest is from now on. Connections that were proved before stay so.
+func (s *service) become(r *guestv1.ResumedRequest) {
+	for {
+		before := s.identity.Load()
+		now := *before
+		if r.GetMachineId() != "" {
+			now.machineID = r.GetMachineId()
+		}
+		if len(r.GetToken()) > 0 {
+			now.token = r.GetToken()
+		}
+		if r.GetGeneration() != 0 {
+			now.generation = r.GetGeneration()
+		}
+		if s.identity.CompareAndSwap(before, &now) {
+			return
+		}
+	}
+}
+
+// stirEntropy gives the kernel fresh randomness, as far as it takes any: copies of a machine would draw
+// the same numbers.
+func stirEntropy(entropy []byte) {
+	device, err := os.OpenFile("/dev/urandom", os.O_WRONLY, 0)
+	if err != nil {
+		return
+	}
+	_, _ = device.Write(entropy[:min(len(entropy), entropyMost)])
+	_ = device.Close()
 }
 
 // answer gives an error its gRPC code.

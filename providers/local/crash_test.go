@@ -145,6 +145,9 @@ func TestABrokerKilledAtAnyMomentLeavesOneGuestOrNone(t *testing.T) {
 			}
 			time.Sleep(time.Duration(rand.Int64N(int64(25 * time.Millisecond))))
 			kill(t, broker)
+			eventually(t, "what the broker forked to probe the host has ended", func() bool {
+				return len(processesNamed(t, "\x00"+id+"\x00")) == 0
+			})
 			found, err := p.Inspect(t.Context(), id)
 			switch {
 			case errors.Is(err, providers.ErrNotFound):

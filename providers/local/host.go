@@ -2,13 +2,16 @@ package local
 
 import (
 	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -21,11 +24,14 @@ type host struct {
 }
 
 // probe tries what a boot will do, with a program that does not exist: the kernel makes namespaces
-// and enters the cgroup first and misses the program last.
-func probe(dir, broker string) host {
+// and enters the cgroup first and misses the program last. Whether an ordinary user's namespaces are
+// of use, only the guest's own program can tell: many a host makes them and then forbids all in them.
+func probe(dir, broker, guest string) host {
 	var h host
 	if os.Geteuid() != 0 {
-		h.noNamespaces = "the broker is not root"
+		if err := tryGuest(guest); err != nil {
+			h.noNamespaces = "the broker is not root, and user namespaces do not do here: " + err.Error()
+		}
 	} else if err := tryStart(dir, attributes(true, nil)); err != nil {
 		h.noNamespaces = err.Error()
 	}
@@ -50,12 +56,21 @@ func (h host) isolation() string {
 
 // attributes are what a guest is started with: a session of its own, no tie to the broker's life,
 // and what the host lets us put around it. The mount namespace is entered with unshare, because
-// Go then also keeps mounts made in it from spreading to the host.
+// Go then also keeps mounts made in it from spreading to the host. An ordinary user gets namespaces in
+// a user namespace of their own, where they stay who they are and the guest may mount; it sees to it
+// that its jobs may not.
 func attributes(namespaces bool, cgroup *os.File) *syscall.SysProcAttr {
 	a := &syscall.SysProcAttr{Setsid: true}
 	if namespaces {
 		a.Cloneflags = syscall.CLONE_NEWPID | syscall.CLONE_NEWIPC
 		a.Unshareflags = syscall.CLONE_NEWNS
+	}
+	if uid, gid := os.Geteuid(), os.Getegid(); namespaces && uid != 0 {
+		a.Cloneflags |= syscall.CLONE_NEWUSER
+		a.UidMappings = []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}}
+		a.GidMappings = []syscall.SysProcIDMap{{ContainerID: gid, HostID: gid, Size: 1}}
+		a.GidMappingsEnableSetgroups = false // as the kernel wants it of an ordinary user
+		a.AmbientCaps = []uintptr{unix.CAP_SYS_ADMIN}
 	}
 	if cgroup != nil {
 		a.UseCgroupFD, a.CgroupFD = true, int(cgroup.Fd())
@@ -79,6 +94,25 @@ func tryStart(dir string, a *syscall.SysProcAttr) error {
 		}
 		return err
 	}
+}
+
+// tryGuest starts the guest's program as a machine's first process, which only tries what it must be
+// able to do there.
+func tryGuest(program string) error {
+	child := exec.Command(program, "probe")
+	child.Dir, child.Env, child.SysProcAttr = "/", []string{}, attributes(true, nil)
+	var words bytes.Buffer
+	child.Stderr = &words
+	if err := child.Start(); err != nil {
+		return err
+	}
+	late := time.AfterFunc(probePatience, func() { _ = child.Process.Kill() }) // gone is as good
+	defer late.Stop()
+	err := child.Wait()
+	if first, _, _ := strings.Cut(words.String(), "\n"); err != nil && first != "" {
+		return errors.New(first)
+	}
+	return err
 }
 
 func tryCgroup(dir, base string) error {

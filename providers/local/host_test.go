@@ -3,6 +3,7 @@ package local_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -30,29 +31,97 @@ func needRoot(t *testing.T) {
 	}
 }
 
-func TestABrokerThatIsNotRootBootsPlainProcesses(t *testing.T) {
+// nobodysYard is a yard in which nobody is the broker, and their calls on one machine in it.
+func nobodysYard(t *testing.T, mode local.IsolationMode) (y yard, id string, asNobody func(verb string) *exec.Cmd) {
+	t.Helper()
 	needRoot(t)
-	y := newYard(t, local.IsolationAuto)
-	base := filepath.Dir(y.dir)
-	if err := os.Chown(base, nobody, nobody); err != nil {
+	y = newYard(t, mode)
+	if err := os.Chown(filepath.Dir(y.dir), nobody, nobody); err != nil {
 		t.Fatal(err)
 	}
-	id := newID()
-	asNobody := func(verb string) *exec.Cmd {
+	id = newID()
+	return y, id, func(verb string) *exec.Cmd {
 		cmd := y.broker(t, programs.creator, verb, id)
 		cmd.Dir = "/"
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
 		return cmd
 	}
+}
+
+func TestAnOrdinaryUsersMachineHasNamespacesAndItsJobsNoPower(t *testing.T) {
+	y, id, asNobody := nobodysYard(t, local.IsolationAuto)
+	out, err := asNobody("info").CombinedOutput()
+	if err != nil {
+		t.Fatalf("info says %q, %v", out, err)
+	}
+	t.Logf("%s", out)
+	if strings.Contains(string(out), "user namespaces do not do here: ") {
+		t.Skip("this host forbids user namespaces")
+	}
+	if want := strconv.Itoa(int(providers.IsolationNamespace)) + " own user, PID, mount and IPC namespaces"; !strings.HasPrefix(string(out), want) {
+		t.Fatalf("info says %q", out)
+	}
+	before := mountCount(t)
+	creating := untilDone(t, asNobody("create")) // or two brokers would write one record
+	defer kill(t, creating)
+	p := y.provider(t)
+	t.Cleanup(func() {
+		if err := p.Destroy(context.Background(), y.machine(id)); err != nil {
+			t.Error(err)
+		}
+	})
+	eventually(t, "the machine runs", func() bool {
+		m, err := p.Inspect(t.Context(), id)
+		return err == nil && m.State == providers.MachineRunning && len(y.guests(t, id)) == 1
+	})
+	y.owner = nobody // root listens in nobody's place
+	g := y.dial(t, p, id)
+	defer g.close()
+	own, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := g.run(t, "readlink /proc/self/ns/pid"); got == own+"\n" || !strings.HasPrefix(got, "pid:[") {
+		t.Errorf("its PID namespace is %q, the host's %q", got, own)
+	}
+	if got := g.run(t, "id -u; id -g; tr '\\0' ' ' </proc/1/cmdline"); !strings.HasPrefix(got, "65534\n65534\nberth-guest serve ") {
+		t.Errorf("a job says %q", got)
+	}
+	for range 20 { // from whichever thread of the guest
+		got := g.run(t, "grep -E '^Cap(Prm|Eff|Amb)' /proc/self/status | tr -d '\\t\\n'")
+		if want := "CapPrm:0000000000000000CapEff:0000000000000000CapAmb:0000000000000000"; got != want {
+			t.Fatalf("a job has %q", got)
+		}
+	}
+	if got := g.run(t, "mkdir m; mount -t tmpfs none m 2>/dev/null || echo no; touch f && stat -c %u f; cat /proc/1/environ >/dev/null 2>&1 || echo unseen"); got != "no\n65534\nunseen\n" {
+		t.Errorf("a job says %q", got)
+	}
+	if info, err := os.Stat(filepath.Join(y.dir, id, "workspace", "f")); err != nil || info.Sys().(*syscall.Stat_t).Uid != nobody {
+		t.Errorf("its file is not nobody's: %v", err)
+	}
+	if after := mountCount(t); after != before {
+		t.Errorf("the host has %d mounts, had %d", after, before)
+	}
+	mark := strconv.FormatInt(time.Now().UnixNano(), 10)
+	g.run(t, "(env -i setsid sh -c 'sleep "+mark+" & sleep "+mark+"' >/dev/null 2>&1 &)")
+	eventually(t, "the escapees run", func() bool { return len(processesNamed(t, "sleep\x00"+mark)) == 2 })
+	kill(t, creating)
+	if out, err := asNobody("destroy").CombinedOutput(); err != nil {
+		t.Fatalf("destroy: %v: %s", err, out)
+	}
+	if left := append(y.traces(t, id), strings.Fields(strings.Trim(fmt.Sprint(processesNamed(t, mark)), "[]"))...); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
+
+func TestABrokerThatIsNotRootBootsPlainProcessesWhenToldSo(t *testing.T) {
+	y, id, asNobody := nobodysYard(t, local.IsolationNone)
 	out, err := asNobody("info").CombinedOutput()
 	if err != nil || !strings.HasPrefix(string(out), "1 plain host processes: for trusted work only") {
 		t.Fatalf("info says %q, %v", out, err)
 	}
 	t.Logf("%s", out)
-	creating := asNobody("create")
-	if err := creating.Start(); err != nil {
-		t.Fatal(err)
-	}
+	creating := untilDone(t, asNobody("create")) // or two brokers would write one record
 	defer kill(t, creating)
 	p := y.provider(t)
 	t.Cleanup(func() {

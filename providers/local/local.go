@@ -47,6 +47,9 @@ const (
 	// adoptPatience is how long a guest that holds its lock may be invisible: one that is between
 	// fork and exec does not bear its own name yet.
 	adoptPatience = 2 * time.Second
+	// probePatience is how long the guest's program may take to try what it must be able to do; it takes
+	// a few milliseconds.
+	probePatience = 10 * time.Second
 	// cgroupPatience is how long an empty cgroup may refuse to be removed: the kernel finishes with
 	// its dead processes a moment after they are gone.
 	cgroupPatience = 2 * time.Second
@@ -90,9 +93,11 @@ type Provider struct {
 	broker   string
 	guest    func(arch string) (string, error)
 	log      *slog.Logger
-	host     func() host // what the kernel lets us do, found once
-	machines keyedLock   // by machine id: Create, Inspect, Destroy and Dialer of one machine take turns
-	cgroups  sync.Mutex  // making and removing the directory that machines' cgroups share
+	plain    bool       // it was told to keep nothing apart
+	probing  sync.Mutex // guards known
+	known    *host      // what the kernel lets us do, found once; nil before
+	machines keyedLock  // by machine id: Create, Inspect, Destroy and Dialer of one machine take turns
+	cgroups  sync.Mutex // making and removing the directory that machines' cgroups share
 	reaper   reaper
 }
 
@@ -138,14 +143,27 @@ func New(options Options) (*Provider, error) {
 		broker: options.BrokerID,
 		guest:  options.GuestPath,
 		log:    options.Log,
-		host: sync.OnceValue(func() host {
-			if forcePlain {
-				return host{noNamespaces: "the broker was told so", noCgroup: "the broker was told so"}
-			}
-			return probe(dir, options.BrokerID)
-		}),
+		plain:  forcePlain,
 		reaper: newReaper(options.Log),
 	}, nil
+}
+
+// host returns what the kernel lets us do. It is found once there is a guest's program to find it with.
+func (p *Provider) host() host {
+	if p.plain {
+		return host{noNamespaces: "the broker was told so", noCgroup: "the broker was told so"}
+	}
+	p.probing.Lock()
+	defer p.probing.Unlock()
+	if p.known != nil {
+		return *p.known
+	}
+	program, err := p.guestProgram()
+	found := probe(p.dir, p.broker, program)
+	if err == nil {
+		p.known = &found
+	}
+	return found
 }
 
 // Close ends what the provider does in the background: collecting the exit of guests that it booted.
@@ -401,7 +419,11 @@ func (h host) remark() string {
 	if h.noNamespaces != "" {
 		parts = append(parts, "plain host processes: for trusted work only (no namespaces: "+h.noNamespaces+")")
 	} else {
-		parts = append(parts, "own PID, mount and IPC namespaces on the host's kernel and files")
+		kinds := "PID, mount and IPC"
+		if os.Geteuid() != 0 {
+			kinds = "user, " + kinds
+		}
+		parts = append(parts, "own "+kinds+" namespaces on the host's kernel and files")
 	}
 	if h.noCgroup != "" {
 		lack := "no cgroup: " + h.noCgroup

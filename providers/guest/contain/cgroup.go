@@ -106,6 +106,9 @@ func (c *cgroups) Occupied(trees []Tree) []Tree {
 	return slices.DeleteFunc(slices.Clone(trees), Tree.Empty)
 }
 
+// Rename means nothing here: a cgroup holds its jobs without a mark.
+func (c *cgroups) Rename(string) {}
+
 // Close removes the directories that can be removed, and the guest's own hold on them.
 func (c *cgroups) Close() {
 	close(c.stop)

@@ -37,6 +37,8 @@ type Means interface {
 	Clear(ctx context.Context) []int
 	// Occupied returns those of the trees that still have processes. It looks once for all of them.
 	Occupied(trees []Tree) []Tree
+	// Rename tells the means another id of the machine, which marks the environment of later jobs.
+	Rename(machineID string)
 	// Close ends the background work of the means. Trees are released before.
 	Close()
 }

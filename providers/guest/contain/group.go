@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -18,12 +19,13 @@ const freezePatience = 3 * time.Second
 // and group, by descent, and by the job's id in their environment. A daemon that left all of these
 // escapes.
 type groups struct {
-	machineID string
-	tags      *tags // nil where limits cannot be set or seen
+	machineID atomic.Value // string
+	tags      *tags        // nil where limits cannot be set or seen
 }
 
 func newGroups(machineID string) *groups {
-	m := &groups{machineID: machineID}
+	m := &groups{}
+	m.machineID.Store(machineID)
 	if tags := newTags(machineID); tags.try() == nil {
 		m.tags = tags
 	}
@@ -61,6 +63,8 @@ func (m *groups) Occupied(trees []Tree) []Tree {
 	}
 	return occupied
 }
+
+func (m *groups) Rename(machineID string) { m.machineID.Store(machineID) }
 
 func (m *groups) Close() {}
 
@@ -199,7 +203,7 @@ func (g *group) marked(p *facts) bool {
 		}
 	}
 	if g.jobID == "" {
-		return p.readEnvironment().machine == g.means.machineID
+		return p.readEnvironment().machine == g.means.machineID.Load()
 	}
 	return p.readEnvironment().job == g.jobID
 }

@@ -125,11 +125,32 @@ func (d *Directory) prepare(machineID string, generation uint64, bootID string) 
 			return fmt.Errorf("remove the record of an earlier boot: %w", err)
 		}
 	}
-	d.shared, err = proto.Marshal(&guestv1.JobRecord{Generation: generation, BootId: bootID, AcceptTime: timestamppb.Now()})
+	return d.share(generation, bootID)
+}
+
+// share makes the record that quick jobs share from now on.
+func (d *Directory) share(generation uint64, bootID string) error {
+	shared, err := proto.Marshal(&guestv1.JobRecord{Generation: generation, BootId: bootID, AcceptTime: timestamppb.Now()})
 	if err != nil {
 		return fmt.Errorf("encode the record of this boot: %w", err)
 	}
+	d.shared = shared
 	return d.newLink()
+}
+
+// Adopt makes the directory another machine's, or the same one's in another generation. What is in it
+// stays. No job may be made meanwhile.
+func (d *Directory) Adopt(machineID string, generation uint64, bootID string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	// gofail: var guestBeforeAdopt struct{}
+	// os.Exit(137)
+	if err := replace(filepath.Join(d.path, "machine"), []byte(machineID)); err != nil {
+		return err
+	}
+	// gofail: var guestAfterAdopt struct{}
+	// os.Exit(137)
+	return d.share(generation, bootID)
 }
 
 // Close gives the directory up.

@@ -305,6 +305,19 @@ func (s *Stream) Seal() {
 	s.wake()
 }
 
+// Sync puts what was written of a stream that goes on on disk.
+func (s *Stream) Sync() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.writing == nil {
+		return nil
+	}
+	if err := s.writing.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", s.writing.Name(), err)
+	}
+	return nil
+}
+
 // Sealed says whether the stream has ended.
 func (s *Stream) Sealed() bool {
 	s.mu.Lock()

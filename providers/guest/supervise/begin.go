@@ -39,6 +39,9 @@ func (s *Supervisor) begin(r *guestv1.StartRequest) (j *job, already bool, err e
 	if err != nil {
 		return nil, false, err
 	}
+	// Held until the command runs, so that what drops the jobs of an era finds all of them.
+	s.era.RLock()
+	defer s.era.RUnlock()
 	if known := s.table.find(r.GetJobId()); known != nil {
 		return joined(known)
 	}
@@ -83,12 +86,12 @@ func (s *Supervisor) open() error {
 	return nil
 }
 
-// admit refuses what must not begin here and now.
+// admit refuses what must not begin here and now. The era's lock is held.
 func (s *Supervisor) admit(r *guestv1.StartRequest, ulid record.ULID) error {
 	switch {
-	case r.GetGeneration() != 0 && r.GetGeneration() != s.Generation:
+	case r.GetGeneration() != 0 && r.GetGeneration() != s.era.generation:
 		return refuse(Precondition, ReasonOtherGeneration, "the job was reserved for generation %d, the machine is in generation %d",
-			r.GetGeneration(), s.Generation)
+			r.GetGeneration(), s.era.generation)
 	case r.GetBootId() != "" && r.GetBootId() != s.BootID:
 		return refuse(Precondition, ReasonOtherBoot, "the job was reserved for guest boot %s, this is boot %s", r.GetBootId(), s.BootID)
 	}
@@ -105,7 +108,7 @@ func (s *Supervisor) admit(r *guestv1.StartRequest, ulid record.ULID) error {
 // never begun again.
 func (s *Supervisor) reserve(j *job, r *guestv1.StartRequest) error {
 	err := s.Records.Create(&guestv1.JobRecord{
-		JobId: j.id, Generation: s.Generation, BootId: s.BootID, Durable: j.durable,
+		JobId: j.id, Generation: j.generation, BootId: s.BootID, Durable: j.durable,
 		AcceptTime: timestamppb.Now(), OutputLimitBytes: r.GetCommand().GetOutputLimitBytes(),
 	})
 	if errors.Is(err, record.ErrExists) {
@@ -148,12 +151,14 @@ func validate(r *guestv1.StartRequest) (record.ULID, error) {
 	return ulid, nil
 }
 
+// newJob returns a job of this era, whose lock is held.
 func newJob(s *Supervisor, r *guestv1.StartRequest, ulid record.ULID) *job {
 	c := r.GetCommand()
 	j := &job{
 		supervisor:       s,
 		id:               r.GetJobId(),
 		ulid:             ulid,
+		generation:       s.era.generation,
 		durable:          r.GetDurable(),
 		killGrace:        defaultKillGrace,
 		killOnDisconnect: r.GetKillOnDisconnect(),
@@ -177,7 +182,7 @@ func newJob(s *Supervisor, r *guestv1.StartRequest, ulid record.ULID) *job {
 // waits for it.
 func (j *job) launch(c *guestv1.Command) *launch.Failure {
 	s := j.supervisor
-	program, err := s.machine.Resolve(c, j.id)
+	program, err := s.era.machine.Resolve(c, j.id)
 	if err != nil {
 		return failureOf(err)
 	}
@@ -221,7 +226,7 @@ func (j *job) launch(c *guestv1.Command) *launch.Failure {
 	offerToOOM(pid)
 	j.connectInput(p, c.GetStdin())
 	if timeout := positive(c.GetTimeout()); timeout > 0 {
-		j.timeout = s.after(timeout, func() {
+		j.timeout = s.clock.after(timeout, func() {
 			j.endRunning(berthv1.Cause_CAUSE_TIMED_OUT, fmt.Sprintf("timed_out: after %v", timeout), j.killGrace)
 		})
 	}

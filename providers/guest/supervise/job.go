@@ -31,6 +31,7 @@ type job struct {
 	supervisor       *Supervisor
 	id               string
 	ulid             record.ULID
+	generation       uint64 // in which it was begun
 	durable          bool
 	killGrace        time.Duration
 	killOnDisconnect bool
@@ -60,7 +61,7 @@ type job struct {
 	pipes        [2]outlet
 	open         int // pipes that have not ended
 	exit         *reap.Exit
-	timeout      *timer
+	timeout      *countdown
 	draining     *timer
 	drained      bool
 	stop         *stop // the last one
@@ -70,7 +71,7 @@ type job struct {
 	outcome      *berthv1.Outcome
 	endTime      time.Time
 	readers      int
-	disconnected *timer
+	disconnected *countdown
 	forgetSealed bool // forget it once its output is sealed
 }
 
@@ -459,7 +460,7 @@ func (j *job) status() *guestv1.Status {
 	defer j.mu.Unlock()
 	status := &guestv1.Status{
 		JobId:       j.id,
-		Generation:  j.supervisor.Generation,
+		Generation:  j.generation,
 		BootId:      j.supervisor.BootID,
 		Done:        j.outcome != nil,
 		Outcome:     j.outcome,

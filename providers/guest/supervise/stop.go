@@ -28,8 +28,8 @@ type stop struct {
 	done   chan struct{}
 
 	// The job's lock guards these.
-	deadline  time.Time // for KILL
-	applied   bool      // the leader was running when the first signal was sent
+	deadline  moment // for KILL
+	applied   bool   // the leader was running when the first signal was sent
 	finished  bool
 	survivors []uint32
 }
@@ -55,9 +55,9 @@ func (j *job) endLocked(cause berthv1.Cause, reason string, grace time.Duration)
 	if j.tree == nil {
 		return nil // it never ran, or in an earlier boot
 	}
-	deadline := time.Now().Add(grace)
+	deadline := j.supervisor.clock.now() + moment(grace)
 	if st := j.stop; st != nil && !st.finished {
-		if deadline.Before(st.deadline) {
+		if deadline < st.deadline {
 			st.deadline = deadline
 			select {
 			case st.sooner <- struct{}{}:
@@ -108,8 +108,7 @@ func (j *job) terminate(st *stop) {
 	if j.tree.Empty() {
 		return
 	}
-	deadline := j.deadline(st)
-	if !time.Now().Before(deadline) {
+	if left, _ := j.supervisor.clock.until(j.deadline(st)); left <= 0 {
 		return
 	}
 	if running, _ := j.supervisor.Reaper.SignalGroup(j.pid, unix.SIGTERM); running {
@@ -122,9 +121,12 @@ func (j *job) terminate(st *stop) {
 	pause := time.NewTimer(0)
 	defer pause.Stop()
 	for look := firstLook; !j.tree.Empty(); look = min(2*look, lastLook) {
-		left := time.Until(j.deadline(st))
+		left, counting := j.supervisor.clock.until(j.deadline(st))
 		if left <= 0 {
 			return
+		}
+		if !counting {
+			left = look
 		}
 		pause.Reset(min(look, left))
 		select {
@@ -134,7 +136,7 @@ func (j *job) terminate(st *stop) {
 	}
 }
 
-func (j *job) deadline(st *stop) time.Time {
+func (j *job) deadline(st *stop) moment {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return st.deadline
@@ -251,7 +253,7 @@ func (j *job) watchReaders() {
 	j.mu.Lock()
 	alone := j.killOnDisconnect && j.readers == 0 && j.outcome == nil && !j.completing && j.disconnected == nil
 	if alone && j.disconnectGrace > 0 {
-		j.disconnected = j.supervisor.after(j.disconnectGrace, j.abandon)
+		j.disconnected = j.supervisor.clock.after(j.disconnectGrace, j.abandon)
 		alone = false
 	}
 	j.mu.Unlock()

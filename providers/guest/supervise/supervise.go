@@ -16,7 +16,6 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers/guest/contain"
-	"github.com/berth-sandbox/berth/providers/guest/launch"
 	"github.com/berth-sandbox/berth/providers/guest/reap"
 	"github.com/berth-sandbox/berth/providers/guest/record"
 	"github.com/berth-sandbox/berth/providers/guest/spool"
@@ -63,31 +62,39 @@ const (
 	// jobs still runs; a look may read all of /proc.
 	firstLeftLook = 250 * time.Millisecond
 	lastLeftLook  = 30 * time.Second
+	// quiesceMost is for how much of its own running time a guest that was quiesced and never told to
+	// go on counts no time: a freeze comes within seconds of the quiesce, or not at all.
+	quiesceMost = 60 * time.Second
+	// wipePatience bounds the wait for one job of another generation to be gone; a kill alone may take
+	// 10 s.
+	wipePatience = 15 * time.Second
 	// jobOOMScore makes the kernel take a job before the guest.
 	jobOOMScore = "500"
 )
 
 // Config is what a supervisor works with. It owns none of it.
 type Config struct {
-	MachineID  string
-	Generation uint64
-	BootID     string
-	Workspace  string            // absolute
-	User       string            // of commands that name none; empty: the guest's own
-	Env        map[string]string // beneath every command's own
-	Records    *record.Directory
-	Means      contain.Means
-	Reaper     *reap.Reaper
-	Log        *slog.Logger
+	MachineID   string // until Resumed says otherwise
+	Generation  uint64 // likewise
+	BootID      string
+	Workspace   string            // absolute
+	User        string            // of commands that name none; empty: the guest's own
+	Env         map[string]string // beneath every command's own
+	QuiesceMost time.Duration     // of running time that does not count after Quiesce; default 60 s
+	Records     *record.Directory
+	Means       contain.Means
+	Reaper      *reap.Reaper
+	Log         *slog.Logger
 }
 
 // Supervisor runs the jobs of one machine.
 type Supervisor struct {
 	Config
-	machine *launch.Machine
-	null    *os.File       // /dev/null, for commands without stdin
-	work    sync.WaitGroup // every goroutine and timer but the one below
-	ended   chan struct{}  // closed when what is left undone is given up
+	clock *clock
+	era   era
+	null  *os.File       // /dev/null, for commands without stdin
+	work  sync.WaitGroup // every goroutine and timer but the one below
+	ended chan struct{}  // closed when what is left undone is given up
 
 	removals chan *job
 	removing sync.WaitGroup
@@ -108,11 +115,15 @@ func New(config Config) (*Supervisor, error) {
 	}
 	s := &Supervisor{
 		Config:   config,
-		machine:  launch.NewMachine(config.MachineID, config.Workspace, config.User, config.Env),
 		null:     null,
 		ended:    make(chan struct{}),
 		removals: make(chan *job, removalsQueued),
 	}
+	if s.QuiesceMost <= 0 {
+		s.QuiesceMost = quiesceMost
+	}
+	s.clock = newClock(s, s.QuiesceMost)
+	s.era.begin(s, config.MachineID, config.Generation)
 	s.table.jobs = make(map[string]*job)
 	if err := s.load(); err != nil {
 		_ = null.Close()
@@ -128,6 +139,7 @@ func (s *Supervisor) Stop(ctx context.Context) {
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()
+	s.clock.end()
 	patience, cancel := context.WithTimeout(ctx, closePatience)
 	defer cancel()
 	all := s.table.all()

@@ -2,6 +2,7 @@
 //
 //	berth-guest serve --config FILE
 //	berth-guest bridge --socket PATH --nonce N [--idle 60s]
+//	berth-guest probe
 //	berth-guest version
 package main
 
@@ -25,6 +26,7 @@ import (
 
 const usage = `usage: berth-guest serve --config FILE
        berth-guest bridge --socket PATH --nonce N [--idle 60s]
+       berth-guest probe
        berth-guest version`
 
 // version is set by the linker; see the Makefile.
@@ -40,6 +42,9 @@ func main() {
 		exit(serve(arguments))
 	case "bridge":
 		exit(bridge(arguments))
+	case "probe":
+		// Started like a guest by a provider that wants to know whether one would run.
+		exit(guest.Probe())
 	case "version":
 		fmt.Println("berth-guest", cmp.Or(version, "unknown"))
 	default:
