@@ -57,18 +57,18 @@ func startBroker(ctx context.Context) (*brokerProcess, error) {
 		return nil, fmt.Errorf("%w (run it as `make bench`)", err)
 	}
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || !strings.HasPrefix(line, "berthd: ready") {
-		return nil, errors.Join(fmt.Errorf("berthd did not start"), b.stop())
+		return nil, errors.Join(fmt.Errorf("berthd did not start"), b.stop(context.WithoutCancel(ctx)))
 	}
 	return b, nil
 }
 
 func (b *brokerProcess) pid() int { return b.cmd.Process.Pid }
 
-func (b *brokerProcess) stop() error {
+func (b *brokerProcess) stop(ctx context.Context) error {
 	_ = b.cmd.Process.Signal(syscall.SIGTERM) // gone already is as good
 	err := b.cmd.Wait()
 	if b.engine != nil {
-		err = errors.Join(err, b.engine.close(context.Background()))
+		err = errors.Join(err, b.engine.close(ctx))
 	}
 	return errors.Join(err, os.RemoveAll(b.dir))
 }

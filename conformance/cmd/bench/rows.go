@@ -44,7 +44,7 @@ func measure(ctx context.Context, n int, out string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, broker.stop()) }()
+	defer func() { err = errors.Join(err, broker.stop(context.WithoutCancel(ctx))) }()
 	c, err := client.Dial(broker.address)
 	if err != nil {
 		return err
