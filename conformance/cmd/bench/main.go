@@ -17,6 +17,8 @@ func main() {
 	runs := flag.Int("n", 1000, "runs of each short row")
 	out := flag.String("o", "bench.json", "where the figures go")
 	flag.Parse()
+	// Whoever reads the table may stop reading; the broker must be taken down all the same.
+	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	err := measure(ctx, *runs, *out)
 	stop()
