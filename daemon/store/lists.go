@@ -111,18 +111,23 @@ func (tx *Tx) OpenJobs(machineID string) ([]*recordv1.JobRecord, error) {
 		return nil, err
 	}
 	slices.Sort(ids)
-	open := make([]*recordv1.JobRecord, 0, len(ids))
+	return named(jobsOpenByMachine, ids, tx.Job)
+}
+
+// named returns the records that an index names; each must be there.
+func named[T any](index string, ids []string, get func(id string) (*T, error)) ([]*T, error) {
+	records := make([]*T, 0, len(ids))
 	for _, id := range ids {
-		rec, err := tx.Job(id)
+		rec, err := get(id)
 		if err != nil {
 			return nil, err
 		}
 		if rec == nil {
-			return nil, dangling(jobsOpenByMachine, id)
+			return nil, dangling(index, id)
 		}
-		open = append(open, rec)
+		records = append(records, rec)
 	}
-	return open, nil
+	return records, nil
 }
 
 // LiveSandboxes returns every sandbox that is neither DESTROYED nor FAILED, oldest first.
@@ -131,18 +136,7 @@ func (tx *Tx) LiveSandboxes() ([]*recordv1.SandboxRecord, error) {
 	if err != nil {
 		return nil, err
 	}
-	live := make([]*recordv1.SandboxRecord, 0, len(ids))
-	for _, id := range ids {
-		rec, err := tx.Sandbox(id)
-		if err != nil {
-			return nil, err
-		}
-		if rec == nil {
-			return nil, dangling(sandboxesLive, id)
-		}
-		live = append(live, rec)
-	}
-	return live, nil
+	return named(sandboxesLive, ids, tx.Sandbox)
 }
 
 // LiveMachines returns every machine that is not GONE, oldest first.
@@ -151,18 +145,7 @@ func (tx *Tx) LiveMachines() ([]*recordv1.MachineRecord, error) {
 	if err != nil {
 		return nil, err
 	}
-	live := make([]*recordv1.MachineRecord, 0, len(ids))
-	for _, id := range ids {
-		rec, err := tx.Machine(id)
-		if err != nil {
-			return nil, err
-		}
-		if rec == nil {
-			return nil, dangling(machinesLive, id)
-		}
-		live = append(live, rec)
-	}
-	return live, nil
+	return named(machinesLive, ids, tx.Machine)
 }
 
 // EndedSandboxes returns the ids of at most max sandboxes that became DESTROYED or FAILED before

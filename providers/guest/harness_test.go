@@ -24,6 +24,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/conformance/need"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
@@ -127,6 +128,7 @@ func bootAs(t testing.TB, how manner, change ...func(*guestv1.BootConfig)) *mach
 // withCgroups gives the guest a cgroup2 directory, or skips the test where none can be made.
 func withCgroups(t testing.TB) func(*guestv1.BootConfig) {
 	t.Helper()
+	need.Cgroup2(t)
 	dir := cgroupDir(t)
 	if dir == "" {
 		t.Skip("no cgroup2 directory can be made here")

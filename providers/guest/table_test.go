@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/conformance/need"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -321,9 +322,7 @@ func TestListOfDurableJobsSleepsThroughTheOthers(t *testing.T) {
 }
 
 func TestTheMachinesUserIsEveryJobs(t *testing.T) {
-	if os.Getuid() != 0 {
-		t.Skip("only root can run as others")
-	}
+	need.Root(t) // to run as others
 	t.Parallel()
 	m := boot(t, func(c *guestv1.BootConfig) { c.DefaultUser = "nobody" })
 	must(t, os.Chmod(m.dir, 0o755))

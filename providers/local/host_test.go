@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/berth-sandbox/berth/conformance/need"
 	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/local"
 )
@@ -24,17 +25,10 @@ import (
 // nobody is a user who owns nothing.
 const nobody = 65534
 
-func needRoot(t *testing.T) {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Skip("needs root")
-	}
-}
-
 // nobodysYard is a yard in which nobody is the broker, and their calls on one machine in it.
 func nobodysYard(t *testing.T, mode local.IsolationMode) (y yard, id string, asNobody func(verb string) *exec.Cmd) {
 	t.Helper()
-	needRoot(t)
+	need.Root(t)
 	y = newYard(t, mode)
 	if err := os.Chown(filepath.Dir(y.dir), nobody, nobody); err != nil {
 		t.Fatal(err)
@@ -155,7 +149,7 @@ func TestABrokerThatIsNotRootBootsPlainProcessesWhenToldSo(t *testing.T) {
 }
 
 func TestADiskThatIsFullIsNoRoomAndKeepsNoMachineAlive(t *testing.T) {
-	needRoot(t)
+	need.Root(t)
 	y := newYard(t, local.IsolationAuto)
 	if err := os.MkdirAll(y.dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -191,7 +185,7 @@ func TestADiskThatIsFullIsNoRoomAndKeepsNoMachineAlive(t *testing.T) {
 }
 
 func TestDestroyReachesThroughNoMount(t *testing.T) {
-	needRoot(t)
+	need.Root(t)
 	y := newYard(t, local.IsolationNone)
 	p, id := y.provider(t), newID()
 	y.create(t, p, id)
@@ -220,7 +214,7 @@ func TestDestroyReachesThroughNoMount(t *testing.T) {
 }
 
 func TestAFileThatCannotBeRemovedIsNamed(t *testing.T) {
-	needRoot(t)
+	need.Root(t)
 	y := newYard(t, local.IsolationAuto)
 	p, id := y.provider(t), newID()
 	y.create(t, p, id)
@@ -245,7 +239,7 @@ func TestAFileThatCannotBeRemovedIsNamed(t *testing.T) {
 }
 
 func TestMountsOfAMachineStayInIt(t *testing.T) {
-	needRoot(t)
+	need.Root(t)
 	y := newYard(t, local.IsolationAuto)
 	p, id := y.provider(t), newID()
 	info, err := p.Info(t.Context())
