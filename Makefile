@@ -56,7 +56,7 @@ crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance
-conformance: $(TESTSUM) ## the API suite on every other provider that is here (docker needs an engine and debootstrap)
+conformance: $(TESTSUM) ## the API suite, and on docker the crashes, on every other provider that is here (docker needs an engine and debootstrap)
 	BERTH_PROVIDER=local-plain $(TESTSUM) -vet=off -count=1 ./conformance/api
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
@@ -65,6 +65,8 @@ conformance: $(TESTSUM) ## the API suite on every other provider that is here (d
 		echo "on $$provider:"; \
 		BERTH_PROVIDER=$$provider BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 ./conformance/api || status=1; \
 	done; \
+	echo "on docker, with a crash at every failpoint:"; \
+	BERTH_RUN=crash BERTH_PROVIDER=docker BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash || status=1; \
 	docker image rm -f $(IMAGE) >/dev/null; exit $$status
 
 # Go fuzzes one target of one package at a time. A number of runs, not a time: when the time is up while

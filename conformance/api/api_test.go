@@ -15,6 +15,7 @@ import (
 
 	"github.com/berth-sandbox/berth/client"
 	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/subject"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -44,7 +45,7 @@ type world struct {
 
 func start(t *testing.T, args ...string) *world {
 	t.Helper()
-	b := broker.New(t, programs, append(subject(t), args...)...)
+	b := broker.New(t, programs, append(subject.Flags(t), args...)...)
 	b.Start(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	t.Cleanup(cancel)
@@ -136,8 +137,8 @@ func wantReason(t *testing.T, err error, reason berthv1.Reason) {
 // repository makes a git repository with one file, a tag and a branch, or names the image's.
 func repository(t *testing.T) string {
 	t.Helper()
-	if onDocker() {
-		return imageRepository
+	if subject.OnDocker() {
+		return subject.Repository
 	}
 	dir := filepath.Join(t.TempDir(), "repo")
 	for _, args := range [][]string{
@@ -344,7 +345,7 @@ func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
 		"a label's key":                {&berthv1.SandboxSpec{Labels: map[string]string{"a b": ""}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.labels"},
 		"a repository that is absent":  {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/no/such/repo"}}}, berthv1.Reason_REASON_WORKSPACE_FAILED, "/no/such/repo"},
 	} {
-		if c.reason == berthv1.Reason_REASON_CAPABILITY_MISSING && onDocker() {
+		if c.reason == berthv1.Reason_REASON_CAPABILITY_MISSING && subject.OnDocker() {
 			continue // it can do more
 		}
 		t.Run(name, func(t *testing.T) {

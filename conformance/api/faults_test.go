@@ -20,6 +20,7 @@ import (
 	"github.com/berth-sandbox/berth/client"
 	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/subject"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -60,7 +61,7 @@ func TestFiftySandboxesAtOnce(t *testing.T) {
 	w := start(t)
 	repo := repository(t)
 	var group sync.WaitGroup
-	for i := range map[bool]int{false: 50, true: 10}[onDocker()] {
+	for i := range map[bool]int{false: 50, true: 10}[subject.OnDocker()] {
 		group.Go(func() {
 			reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: &berthv1.SandboxSpec{
 				Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repo}},
@@ -164,7 +165,7 @@ func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
 	moments := rand.New(rand.NewPCG(seed, 1))
 	w := start(t)
 	stories := make([]*story, 24)
-	if onDocker() {
+	if subject.OnDocker() {
 		stories = stories[:8] // an engine starts a few machines a second, whatever one does
 	}
 	var telling sync.WaitGroup
@@ -226,7 +227,7 @@ func (w *world) state(t *testing.T, id string) berthv1.SandboxState {
 }
 
 func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
-	hostOnly(t)
+	subject.HostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	w.run(t, sandbox, "echo kept > file")
@@ -267,7 +268,7 @@ func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
 }
 
 func TestAMachineRemovedBehindOurBackIsLost(t *testing.T) {
-	hostOnly(t)
+	subject.HostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	job := w.start(t, sandbox, "sleep 1000").GetId()
@@ -355,7 +356,7 @@ func TestTermDrainsAndJobsLiveOn(t *testing.T) {
 }
 
 func TestADaemonThatCannotServeSaysWhyInOneLine(t *testing.T) {
-	hostOnly(t)
+	subject.HostOnly(t)
 	w := start(t)
 	for name, c := range map[string]struct {
 		args  []string
@@ -442,7 +443,7 @@ func typo(t *testing.T) string {
 }
 
 func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
-	hostOnly(t)
+	subject.HostOnly(t)
 	need.Root(t) // to become another user
 	b := broker.New(t, programs)
 	// The other user needs a directory of its own and programs that it may read.

@@ -282,10 +282,7 @@ func (b *Broker) containers() []string {
 	if !slices.Contains(b.args, "docker") {
 		return nil
 	}
-	b.mu.Lock()
-	instance := b.instance
-	b.mu.Unlock()
-	out, err := exec.Command("docker", "ps", "-aq", "--filter", "label=dev.berth.broker="+instance).Output()
+	out, err := exec.Command("docker", "ps", "-aq", "--filter", b.label()).Output()
 	if err != nil {
 		return []string{"containers cannot be listed: " + err.Error()}
 	}
@@ -294,6 +291,32 @@ func (b *Broker) containers() []string {
 		left = append(left, "container "+id)
 	}
 	return left
+}
+
+// label is the filter for this broker's containers.
+func (b *Broker) label() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return "label=dev.berth.broker=" + b.instance
+}
+
+// ContainerDeaths is how often, since then, a container of this broker ended without the engine having
+// killed it.
+func (b *Broker) ContainerDeaths(since time.Time) (int, error) {
+	out, err := exec.Command("docker", "events", "--filter", b.label(), "--filter", "event=die", "--filter", "event=kill",
+		"--since", strconv.FormatInt(since.Unix(), 10), "--until", strconv.FormatInt(time.Now().Unix()+1, 10),
+		"--format", "{{.Action}}").Output()
+	if err != nil {
+		return 0, fmt.Errorf("ask the engine what died: %w", err)
+	}
+	deaths, killed := 0, false
+	for _, action := range strings.Fields(string(out)) {
+		if action == "die" && !killed {
+			deaths++
+		}
+		killed = action == "kill"
+	}
+	return deaths, nil
 }
 
 // learnInstance asks the broker for the id that its machines bear.

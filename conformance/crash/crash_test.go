@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,6 +20,7 @@ import (
 	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/failpoint"
 	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/subject"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -38,28 +40,43 @@ const (
 var unreached = map[string]string{
 	"guestBeforeAdopt":   "only a fork or a restore gives a guest another machine or generation",
 	"guestAfterAdopt":    "only a fork or a restore gives a guest another machine or generation",
-	"lifecycleBeforeCut": "the local provider cannot cut a machine off",
 	"storeBeforeMigrate": "the ledger has one schema so far",
 	"storeAfterMigrate":  "the ledger has one schema so far",
 	"storeBeforeRename":  "a copy is made before an upgrade and for a backup only",
 	"storeAfterRename":   "a copy is made before an upgrade and for a backup only",
-	"dockerBeforeCreate": "the story's machines are local",
-	"dockerAfterCreate":  "the story's machines are local",
-	"dockerAfterCopy":    "the story's machines are local",
-	"dockerBeforeStart":  "the story's machines are local",
-	"dockerAfterStart":   "the story's machines are local",
-	"dockerBeforeRemove": "the story's machines are local",
-	"dockerAfterRemove":  "the story's machines are local",
-	"dockerAfterVolume":  "the story's machines are local",
 }
+
+// elsewhere says why a failpoint cannot be reached on the provider that the suite runs against; ""
+// where it can.
+func elsewhere(point failpoint.Failpoint) string {
+	switch onDocker := subject.OnDocker(); {
+	case unreached[point.Name] != "":
+		return unreached[point.Name]
+	case onDocker && point.Room == "providers/local", !onDocker && point.Room == "providers/docker":
+		return "it is in another provider than " + subject.Name()
+	case !onDocker && point.Name == cutPoint:
+		return "the local provider cannot cut a machine off"
+	default:
+		return ""
+	}
+}
+
+// The failpoints that need something of their story.
+const (
+	cutPoint    = "lifecycleBeforeCut" // a machine that is to be cut off
+	volumePoint = "dockerAfterVolume"  // a guest that the engine has not seen yet
+)
 
 // onEveryCommit are hit again and again in one story, so they are visited at each of the first times.
 var onEveryCommit = map[string]bool{"storeBeforeCommit": true, "storeAfterCommit": true}
 
 func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
 	need.Asked(t, "crash")
-	need.Root(t)
-	need.Namespaces(t)
+	if !subject.OnDocker() {
+		need.Root(t)
+		need.Namespaces(t)
+	}
+	flags := subject.Flags(t)
 	ctx, cancel := context.WithTimeout(context.Background(), buildMost)
 	defer cancel()
 	built, points, err := failpoint.Build(ctx, t.TempDir())
@@ -67,9 +84,12 @@ func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	programs := broker.Programs{Berthd: built.Berthd, Berth: built.Berth, Guest: built.Guest}
-	repo := repository(t)
+	repo := subject.Repository
+	if !subject.OnDocker() {
+		repo = repository(t)
+	}
 	for _, point := range points {
-		if _, skip := unreached[point.Name]; skip {
+		if elsewhere(point) != "" {
 			continue
 		}
 		times := 1
@@ -79,8 +99,7 @@ func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
 		for nth := range times {
 			t.Run(fmt.Sprintf("%s/%d", point.Name, nth+1), func(t *testing.T) {
 				t.Parallel()
-				inGuest := strings.HasPrefix(point.Room, "providers/guest")
-				s := newStory(t, programs, repo, term(point.Name, nth), inGuest)
+				s := newStory(t, programs, flags, repo, point, nth)
 				s.tell()
 				if s.crashes() == 0 && !(onEveryCommit[point.Name] && nth > 5) {
 					t.Errorf("the story never came to %s (%s:%d)", point.Name, point.File, point.Line)
@@ -106,23 +125,35 @@ type story struct {
 	client  *client.Client
 	ctx     context.Context
 	repo    string
-	counter string // each command appends its name: how often it ran
+	egress  berthv1.Egress_Mode
+	began   time.Time
 	inGuest bool
-	fuse    string // in a guest's story, a file that is there until the crash
 
 	mu       sync.Mutex
 	restarts int
 }
 
-func newStory(t *testing.T, programs broker.Programs, repo, term string, inGuest bool) *story {
-	s := &story{t: t, repo: repo, inGuest: inGuest, counter: filepath.Join(t.TempDir(), "counter")}
-	var env []string
-	if inGuest {
-		programs.Guest = s.explosiveGuest(programs.Guest, term)
-	} else {
-		env = []string{failpoint.EnvironmentVariable + "=" + term}
+// counter is a file in the sandbox to which each job appends its name: how often it ran.
+const counter = ".git/counter"
+
+func newStory(t *testing.T, programs broker.Programs, flags []string, repo string, point failpoint.Failpoint, nth int) *story {
+	s := &story{t: t, repo: repo, began: time.Now(), inGuest: strings.HasPrefix(point.Room, "providers/guest")}
+	if point.Name == cutPoint {
+		s.egress = berthv1.Egress_MODE_NONE
 	}
-	s.broker = broker.New(t, programs, "--guest", programs.Guest)
+	var env []string
+	switch {
+	case s.inGuest && subject.OnDocker():
+		programs.Guest = explosiveGuestOfOneFile(t, programs.Guest, term(point.Name, nth))
+	case s.inGuest:
+		programs.Guest = explosiveGuest(t, programs.Guest, term(point.Name, nth))
+	default:
+		env = []string{failpoint.EnvironmentVariable + "=" + term(point.Name, nth)}
+	}
+	if point.Name == volumePoint {
+		programs.Guest = guestOfItsOwn(t, programs.Guest)
+	}
+	s.broker = broker.New(t, programs, append(slices.Clone(flags), "--guest", programs.Guest)...)
 	ctx, cancel := context.WithTimeout(context.Background(), storyMost)
 	t.Cleanup(cancel)
 	s.ctx = ctx
@@ -133,30 +164,22 @@ func newStory(t *testing.T, programs broker.Programs, repo, term string, inGuest
 	return s
 }
 
-// explosiveGuest is a guest program that has its failpoint switched on for its first start only.
-func (s *story) explosiveGuest(guest, term string) string {
-	dir := s.t.TempDir()
-	s.fuse = filepath.Join(dir, "fuse")
-	if err := os.WriteFile(s.fuse, nil, 0o600); err != nil {
-		s.t.Fatal(err)
-	}
-	script := fmt.Sprintf("#!/bin/sh\nif rm '%s' 2>/dev/null; then export %s='%s'; fi\nexec '%s' \"$@\"\n",
-		s.fuse, failpoint.EnvironmentVariable, term, guest)
-	path := filepath.Join(dir, "berth-guest")
-	if err := os.WriteFile(path, []byte(script), 0o700); err != nil {
-		s.t.Fatal(err)
-	}
-	return path
-}
-
 // crashes is how often something crashed.
 func (s *story) crashes() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.inGuest {
-		return strings.Count(s.broker.Log(), "a guest has ended") // the destroyed one's is not logged as such below
+	switch {
+	case s.inGuest && subject.OnDocker():
+		deaths, err := s.broker.ContainerDeaths(s.began)
+		if err != nil {
+			s.t.Error(err)
+		}
+		return deaths
+	case s.inGuest:
+		return strings.Count(s.broker.Log(), "a guest has ended") // a destroyed one's end is not logged as such
+	default:
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.restarts
 	}
-	return s.restarts
 }
 
 // tell tells the story while somebody starts the broker again whenever it is gone.
@@ -199,33 +222,27 @@ func (s *story) work() {
 	if !ok {
 		return
 	}
-	job := s.start(sandbox, "job", "echo job >> "+s.counter+"; echo one; sleep 0.3; echo two; exit 42")
-	endless := s.start(sandbox, "endless", "echo endless >> "+s.counter+"; sleep 1000")
+	job := s.start(sandbox, "job", "echo job >> "+counter+"; echo one; sleep 0.3; echo two; exit 42")
+	endless := s.start(sandbox, "endless", "echo endless >> "+counter+"; sleep 1000")
 	s.stop(endless)
 	s.suspend(sandbox)
 	s.wait(sandbox, job)
 	s.run(sandbox)
+	s.count(sandbox)
 	if _, err := s.client.Sandboxes().DestroySandbox(s.ctx, &berthv1.DestroySandboxRequest{RequestId: "destroy", SandboxId: sandbox}); err != nil {
 		s.t.Errorf("destroy: %v", err)
 	}
 	s.settled(sandbox)
-	ran, err := os.ReadFile(s.counter)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		s.t.Error(err)
-	}
-	if n := strings.Count(string(ran), "job\n"); n > 1 || n == 0 && !s.inGuest {
-		s.t.Errorf("the job ran %d times", n)
-	}
-	if n := strings.Count(string(ran), "endless\n"); n > 1 {
-		s.t.Errorf("the endless job ran %d times", n)
-	}
 }
 
 func (s *story) create() (string, bool) {
 	for attempt := range 2 {
 		made, err := s.client.Sandboxes().CreateSandbox(s.ctx, &berthv1.CreateSandboxRequest{
 			RequestId: fmt.Sprintf("create-%d", attempt),
-			Spec:      &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: s.repo}}},
+			Spec: &berthv1.SandboxSpec{
+				Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: s.repo}},
+				Egress:    &berthv1.Egress{Mode: s.egress},
+			},
 		})
 		if err == nil {
 			return made.GetSandbox().GetId(), true
@@ -361,6 +378,31 @@ func (s *story) run(sandbox string) {
 	}
 	if got := string(reply.GetStdout().GetHead()); got != "hello\n" && !s.inGuest {
 		s.t.Errorf("README is %q, %v", got, reply.GetJob().GetOutcome())
+	}
+}
+
+// count checks how often the jobs ran: what the sandbox itself remembers.
+func (s *story) count(sandbox string) {
+	read := func() (*berthv1.RunCommandResponse, error) {
+		return s.client.Jobs().RunCommand(s.ctx, &berthv1.RunCommandRequest{
+			SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: "cat " + counter},
+		})
+	}
+	reply, err := read()
+	if s.inGuest && (err != nil || reply.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_EXITED) {
+		s.resume(sandbox)
+		reply, err = read()
+	}
+	if err != nil {
+		s.t.Errorf("count what ran: %v", err)
+		return
+	}
+	ran := string(reply.GetStdout().GetHead())
+	if n := strings.Count(ran, "job\n"); n > 1 || n == 0 && !s.inGuest {
+		s.t.Errorf("the job ran %d times", n)
+	}
+	if n := strings.Count(ran, "endless\n"); n > 1 {
+		s.t.Errorf("the endless job ran %d times", n)
 	}
 }
 
