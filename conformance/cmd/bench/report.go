@@ -29,6 +29,12 @@ type sample struct {
 	took  time.Duration // all of them, at whatever concurrency
 }
 
+// add counts one more, which was waited for.
+func (s *sample) add(cost time.Duration) {
+	s.costs = append(s.costs, cost)
+	s.took += cost
+}
+
 func (s sample) percentile(p float64) float64 {
 	if len(s.costs) == 0 {
 		return 0

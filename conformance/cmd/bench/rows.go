@@ -49,7 +49,10 @@ func measure(ctx context.Context, n int, out string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = c.Close() }()
+	defer func() {
+		// Also what a row that failed, or was broken off, has left.
+		err = errors.Join(err, destroyAll(context.WithoutCancel(ctx), c), c.Close())
+	}()
 	b := &bench{report: &report{}, n: n, broker: broker, client: c}
 	made, err := c.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
 	if err != nil {
@@ -61,37 +64,67 @@ func measure(ctx context.Context, n int, out string) (err error) {
 			return err
 		}
 	}
-	if _, err := c.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: b.sandbox}); err != nil {
-		return err
-	}
 	return errors.Join(b.print(os.Stdout), b.write(out))
+}
+
+func destroyAll(ctx context.Context, c *client.Client) error {
+	list, err := c.Sandboxes().ListSandboxes(ctx, &berthv1.ListSandboxesRequest{PageSize: 1000})
+	for _, sandbox := range list.GetSandboxes() {
+		_, destroyErr := c.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: sandbox.GetId()})
+		err = errors.Join(err, destroyErr)
+	}
+	return err
 }
 
 // interleaved runs several things in turn, n times, so that all of them see the same noise.
 func interleaved(n int, things ...func() error) ([]sample, error) {
-	return inTurn(n, warmUp, things)
+	return inTurn(n, warmUp, things, func() error { return nil })
 }
 
-// interleavedFew is interleaved for things that take long: one round warms up.
-func interleavedFew(n int, things ...func() error) ([]sample, error) {
-	return inTurn(n, 1, things)
-}
-
-func inTurn(n, warmUp int, things []func() error) ([]sample, error) {
+// inTurn is interleaved with as many rounds to warm up as are said, and with something after each round
+// that does not count.
+func inTurn(n, warmUp int, things []func() error, tidy func() error) ([]sample, error) {
 	samples := make([]sample, len(things))
 	for round := range n + warmUp {
 		for i, thing := range things {
-			begin := time.Now()
-			if err := thing(); err != nil {
-				return nil, err
+			cost, err := timed(thing)
+			if err != nil {
+				return nil, errors.Join(err, tidy())
 			}
-			if cost := time.Since(begin); round >= warmUp {
-				samples[i].costs = append(samples[i].costs, cost)
-				samples[i].took += cost
+			if round >= warmUp {
+				samples[i].add(cost)
+			}
+		}
+		if err := tidy(); err != nil {
+			return nil, err
+		}
+	}
+	return samples, nil
+}
+
+// inBlocks is interleaved for things that leave work behind, which would be counted against the next
+// one: each runs a block of times, after a rest.
+func inBlocks(n, block int, rest time.Duration, things ...func() error) ([]sample, error) {
+	samples := make([]sample, len(things))
+	for range n / block {
+		for i, thing := range things {
+			time.Sleep(rest)
+			for range block {
+				cost, err := timed(thing)
+				if err != nil {
+					return nil, err
+				}
+				samples[i].add(cost)
 			}
 		}
 	}
 	return samples, nil
+}
+
+func timed(thing func() error) (time.Duration, error) {
+	begin := time.Now()
+	err := thing()
+	return time.Since(begin), err
 }
 
 // at runs one thing by several callers.
