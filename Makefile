@@ -21,10 +21,13 @@ help: ## list the targets
 
 # ---- The programs ----------------------------------------------------------------------------------
 
+# Without gRPC's own trace pages, which nothing here serves: a guest is 3 MB smaller.
+BUILD_TAGS := grpcnotrace
+
 .PHONY: build
 build: ## build berthd, berth and berth-guest into bin/, static and stripped
 	@mkdir -p bin
-	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/ $(PROGRAMS)
+	CGO_ENABLED=0 go build -tags $(BUILD_TAGS) -trimpath -ldflags '$(LDFLAGS)' -o bin/ $(PROGRAMS)
 
 .PHONY: demo
 demo: build ## start a broker on this machine and show what it does

@@ -45,7 +45,7 @@ func Build(ctx context.Context, dir string) (Programs, error) {
 	if err != nil {
 		return Programs{}, err
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", dir+string(filepath.Separator),
+	cmd := exec.CommandContext(ctx, "go", "build", "-tags", "grpcnotrace", "-trimpath", "-o", dir+string(filepath.Separator),
 		"./daemon/cmd/berthd", "./client/cmd/berth", "./providers/guest/cmd/berth-guest")
 	cmd.Dir = root
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")

@@ -117,7 +117,7 @@ func buildModule(ctx context.Context, root, toolsDir, outDir string, packages ..
 		return nil, err
 	}
 	// -trimpath keeps the copy's path out of the build's cache keys, so that a second build is quick.
-	build := append([]string{"build", "-trimpath", "-mod=mod", "-ldflags=-s -w", "-o", outDir + string(filepath.Separator)}, packages...)
+	build := append([]string{"build", "-tags", "grpcnotrace", "-trimpath", "-mod=mod", "-ldflags=-s -w", "-o", outDir + string(filepath.Separator)}, packages...)
 	return points, run(ctx, module, "go", build...)
 }
 
