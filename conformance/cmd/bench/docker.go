@@ -145,7 +145,7 @@ func (b *bench) docker(ctx context.Context) error {
 }
 
 func (b *bench) dockerExec(ctx context.Context, e *engine) error {
-	samples, err := inBlocks(engineRuns, engineBlock, engineRest, b.run(ctx, "true"),
+	samples, err := inBlocks(ctx, engineRuns, engineBlock, engineRest, b.run(ctx, "true"),
 		func() error { return e.exec(ctx, io.Discard, "true") }, raw("docker", "exec", e.container, "true"))
 	if err != nil {
 		return err

@@ -104,11 +104,15 @@ func inTurn(n, warmUp int, things []func() error, tidy func() error) ([]sample, 
 
 // inBlocks is interleaved for things that leave work behind, which would be counted against the next
 // one: each runs a block of times, after a rest.
-func inBlocks(n, block int, rest time.Duration, things ...func() error) ([]sample, error) {
+func inBlocks(ctx context.Context, n, block int, rest time.Duration, things ...func() error) ([]sample, error) {
 	samples := make([]sample, len(things))
 	for range n / block {
 		for i, thing := range things {
-			time.Sleep(rest)
+			select {
+			case <-time.After(rest):
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
 			for range block {
 				cost, err := timed(thing)
 				if err != nil {
