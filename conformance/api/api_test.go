@@ -2,10 +2,12 @@ package api
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -20,7 +22,14 @@ import (
 
 var programs broker.Programs
 
+// atOnce is how many tests run beside one another unless -parallel says it: most of them wait.
+const atOnce = 6
+
 func TestMain(m *testing.M) {
+	flag.Parse()
+	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
+		_ = parallel.Value.Set(strconv.Itoa(atOnce)) // a number is one
+	}
 	dir, err := os.MkdirTemp("", "berth-api-")
 	if err == nil {
 		programs, err = broker.Build(context.Background(), dir)
@@ -167,7 +176,25 @@ func git(t *testing.T, args ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
+// TestTheTable comes first, for it takes longest.
+func TestTheTable(t *testing.T) {
+	t.Parallel()
+	g := newGround(t)
+	g.beSilent(t)
+	t.Run("a command that", func(t *testing.T) {
+		for _, r := range table {
+			t.Run(r.name, func(t *testing.T) {
+				t.Parallel()
+				r.holds(t, g)
+			})
+		}
+	})
+	g.destroy(t, g.sandbox)
+	g.WantNothingLeft(t)
+}
+
 func TestAJobOutlivesItsBroker(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repository(t)}}})
 	if got := w.run(t, sandbox.GetId(), "cat README").GetStdout().GetText(); got != "hello\n" {
@@ -196,6 +223,7 @@ func TestAJobOutlivesItsBroker(t *testing.T) {
 }
 
 func TestAJobThatEndsWhileTheBrokerIsDeadKeepsItsOutcome(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
 	job := w.start(t, sandbox.GetId(), "echo done; exit 3")
@@ -213,6 +241,7 @@ func TestAJobThatEndsWhileTheBrokerIsDeadKeepsItsOutcome(t *testing.T) {
 }
 
 func TestTheSameRequestGivesTheSameAnswer(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	create := &berthv1.CreateSandboxRequest{RequestId: "create-1", Spec: &berthv1.SandboxSpec{Labels: map[string]string{"a": "b"}}}
 	first, err := w.Sandboxes().CreateSandbox(w.ctx, create)
@@ -254,6 +283,7 @@ func TestTheSameRequestGivesTheSameAnswer(t *testing.T) {
 }
 
 func TestCallsNameTheGenerationThatTheyMean(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
 	if sandbox.GetGeneration() != 1 {
@@ -279,6 +309,7 @@ func TestCallsNameTheGenerationThatTheyMean(t *testing.T) {
 }
 
 func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	for name, c := range map[string]struct {
@@ -342,6 +373,7 @@ func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
 }
 
 func TestAFailedCreateIsRememberedAndLeavesNothing(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	request := &berthv1.CreateSandboxRequest{RequestId: "bad", Spec: &berthv1.SandboxSpec{
 		SessionKey: "line", Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/no/such/repo"}},
@@ -362,6 +394,7 @@ func TestAFailedCreateIsRememberedAndLeavesNothing(t *testing.T) {
 }
 
 func TestRefsOfARepository(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	repo := repository(t)
 	first := w.create(t, &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repo}}}).GetId()
@@ -388,6 +421,7 @@ func TestRefsOfARepository(t *testing.T) {
 }
 
 func TestSecretsStaySecret(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	const sandboxSecret, jobSecret, input = "sandbox-hunter2", "job-hunter3", "stdin-hunter4"
 	sandbox := w.create(t, &berthv1.SandboxSpec{SecretEnv: map[string]string{"ONE": sandboxSecret}})
@@ -420,6 +454,7 @@ func TestSecretsStaySecret(t *testing.T) {
 }
 
 func TestACommandEndsWithItsCaller(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
 	ctx, cancel := context.WithTimeout(w.ctx, 500*time.Millisecond)
@@ -441,6 +476,7 @@ func TestACommandEndsWithItsCaller(t *testing.T) {
 }
 
 func TestListsPage(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	var want []string

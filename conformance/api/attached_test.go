@@ -31,6 +31,7 @@ func (w *world) attached(t *testing.T, sandbox string, spec *berthv1.JobSpec, in
 }
 
 func TestADetachedJobCanBeFed(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{
@@ -63,6 +64,7 @@ func TestADetachedJobCanBeFed(t *testing.T) {
 
 // TestAnAttachedCallerLosesNothingWhenTheBrokerDies streams both ways while the broker is killed.
 func TestAnAttachedCallerLosesNothingWhenTheBrokerDies(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	size := 24 << 20
@@ -107,6 +109,7 @@ func TestAnAttachedCallerLosesNothingWhenTheBrokerDies(t *testing.T) {
 }
 
 func TestACallerThatGoesAwayIsWaitedForAsLongAsItSaid(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
 	ctx, leave := context.WithCancel(w.ctx)
@@ -136,6 +139,7 @@ func TestACallerThatGoesAwayIsWaitedForAsLongAsItSaid(t *testing.T) {
 }
 
 func TestASuspendedSandboxGoesOnWhereItWas(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
 	able := false

@@ -24,6 +24,7 @@ import (
 )
 
 func TestTwoHundredJobsAtOnceAreAllHonest(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	const jobs = 200
@@ -57,6 +58,7 @@ func TestTwoHundredJobsAtOnceAreAllHonest(t *testing.T) {
 }
 
 func TestFiftySandboxesAtOnce(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	repo := repository(t)
 	var group sync.WaitGroup
@@ -153,6 +155,7 @@ func (s *story) start(ctx context.Context, sandbox, name, shell string) string {
 }
 
 func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
+	t.Parallel()
 	seed := uint64(time.Now().UnixNano())
 	if said := os.Getenv("BERTH_SEED"); said != "" {
 		var err error
@@ -226,6 +229,7 @@ func (w *world) state(t *testing.T, id string) berthv1.SandboxState {
 }
 
 func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
+	t.Parallel()
 	hostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
@@ -267,6 +271,7 @@ func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
 }
 
 func TestAMachineRemovedBehindOurBackIsLost(t *testing.T) {
+	t.Parallel()
 	hostOnly(t)
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
@@ -295,6 +300,7 @@ func TestAMachineRemovedBehindOurBackIsLost(t *testing.T) {
 }
 
 func TestDestroyOvertakesACreate(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	created := make(chan error, 1)
 	go func() {
@@ -329,6 +335,7 @@ func TestDestroyOvertakesACreate(t *testing.T) {
 }
 
 func TestTermDrainsAndJobsLiveOn(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
 	job := w.start(t, sandbox, "sleep 2; exit 9").GetId()
@@ -355,6 +362,7 @@ func TestTermDrainsAndJobsLiveOn(t *testing.T) {
 }
 
 func TestADaemonThatCannotServeSaysWhyInOneLine(t *testing.T) {
+	t.Parallel()
 	hostOnly(t)
 	w := start(t)
 	for name, c := range map[string]struct {
@@ -442,6 +450,7 @@ func typo(t *testing.T) string {
 }
 
 func TestAnOrdinaryUserCanServeTrustedWork(t *testing.T) {
+	t.Parallel()
 	hostOnly(t)
 	need.Root(t) // to become another user
 	b := broker.New(t, programs)

@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"crypto/rand"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -161,37 +163,52 @@ func isLive(t *testing.T, g *ground) {
 // and several times those between broker and guest. They cannot be set from outside.
 const quiet = 43 * time.Second
 
-// silence holds one stream, which nobody mends when it breaks.
-func silence(t *testing.T, g *ground) {
+// beSilent holds one stream, which nobody mends when it breaks, beside all other rows: it takes longer
+// than they do.
+func (g *ground) beSilent(t *testing.T) {
+	t.Helper()
+	g.silence = make(chan error, 1)
+	var listening sync.WaitGroup
+	t.Cleanup(listening.Wait)
+	listening.Go(func() { g.silence <- g.listenToSilence() })
+}
+
+func (g *ground) listenToSilence() error {
 	stream, err := g.Jobs().Exec(g.ctx)
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
 	begin := time.Now()
 	spec := shell(fmt.Sprintf("sleep %d; echo still here; exit 2", quiet/time.Second))
 	if err := stream.Send(&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Start{Start: &berthv1.ExecStart{SandboxId: g.sandbox, Spec: spec}}}); err != nil {
-		t.Fatal(err)
+		return err
 	}
 	var out []byte
 	for {
 		reply, err := stream.Recv()
 		if err != nil {
-			t.Fatalf("after %s the stream broke: %v", time.Since(begin), err)
+			return fmt.Errorf("after %s the stream broke: %w", time.Since(begin), err)
 		}
 		out = append(out, reply.GetChunk().GetData()...)
 		if done := reply.GetDone(); done != nil {
-			wantExit(t, done, 2)
+			if took := time.Since(begin); string(out) != "still here\n" || took < quiet || done.GetOutcome().GetExitCode() != 2 {
+				return fmt.Errorf("after %s it had written %q, and ended as %v", took, out, done.GetOutcome())
+			}
 			break
 		}
 	}
-	if took := time.Since(begin); string(out) != "still here\n" || took < quiet {
-		t.Errorf("after %s it had written %q", took, out)
-	}
 	if err := stream.CloseSend(); err != nil {
-		t.Error(err)
+		return err
 	}
-	if _, err := stream.Recv(); err != io.EOF { //nolint:errorlint // gRPC returns it as it is
-		t.Errorf("the stream ended with %v", err)
+	if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
+		return fmt.Errorf("after the job's end the stream ended with %w", err)
+	}
+	return nil
+}
+
+func silence(t *testing.T, g *ground) {
+	if err := <-g.silence; err != nil {
+		t.Error(err)
 	}
 }
 
