@@ -72,10 +72,14 @@ func TestAnAttachedCallerLosesNothingWhenTheBrokerDies(t *testing.T) {
 	if _, err := rand.Read(data); err != nil {
 		t.Fatal(err)
 	}
-	over := make(chan struct{})
+	over, known := make(chan struct{}), make(chan struct{})
 	var killing sync.WaitGroup
 	kills := 0
 	killing.Go(func() {
+		select {
+		case <-known: // before, a command without a request_id is not started again
+		case <-over:
+		}
 		for {
 			select {
 			case <-over:
@@ -90,7 +94,7 @@ func TestAnAttachedCallerLosesNothingWhenTheBrokerDies(t *testing.T) {
 	})
 	hash := sha256.New()
 	job, err := w.Exec(w.ctx, sandbox, &berthv1.JobSpec{Argv: []string{"cat"}}, client.ExecIO{
-		Stdin: &slowly{from: bytes.NewReader(data)}, Stdout: hash,
+		Stdin: &slowly{from: bytes.NewReader(data)}, Stdout: hash, Started: func(*berthv1.Job) { close(known) },
 	})
 	close(over)
 	killing.Wait()

@@ -120,7 +120,7 @@ var weighty = []row{
 
 // What broker and guest may hold at their worst.
 const (
-	brokerMost = 160 << 20
+	brokerMost = 128 << 20
 	guestMost  = 64 << 20
 )
 

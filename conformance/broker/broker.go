@@ -277,23 +277,33 @@ func (b *Broker) Leftovers() []string {
 	return append(left, b.containers()...)
 }
 
-// containers lists the containers of this broker, by its label; none where it has no docker machines.
+// containers says what containers of this broker are there; none where it has no docker machines.
 func (b *Broker) containers() []string {
+	ids, err := b.Containers()
+	if err != nil {
+		return []string{err.Error()}
+	}
+	var left []string
+	for _, id := range ids {
+		left = append(left, "container "+id)
+	}
+	return left
+}
+
+// Containers lists the ids of this broker's containers, by its label, also of those that have ended;
+// none where it has no docker machines.
+func (b *Broker) Containers() ([]string, error) {
 	if !slices.Contains(b.args, "docker") {
-		return nil
+		return nil, nil
 	}
 	b.mu.Lock()
 	instance := b.instance
 	b.mu.Unlock()
-	out, err := exec.Command("docker", "ps", "-aq", "--filter", "label=dev.berth.broker="+instance).Output()
+	out, err := exec.Command("docker", "ps", "-aq", "--no-trunc", "--filter", "label=dev.berth.broker="+instance).Output()
 	if err != nil {
-		return []string{"containers cannot be listed: " + err.Error()}
+		return nil, fmt.Errorf("list the containers: %w", err)
 	}
-	var left []string
-	for _, id := range strings.Fields(string(out)) {
-		left = append(left, "container "+id)
-	}
-	return left
+	return strings.Fields(string(out)), nil
 }
 
 // learnInstance asks the broker for the id that its machines bear.
