@@ -13,8 +13,8 @@ import (
 
 // The suite runs against one provider at a time: BERTH_PROVIDER is local (the default), local-plain,
 // whose machines are plain processes, docker, or docker-bridge, which reaches machines through the
-// engine also where they could dial out. For docker BERTH_DOCKER_IMAGE names an image with bash, git,
-// perl and procps, and with the repository of conformance/image.sh in /srv/repo.
+// engine also where they could dial out. For docker BERTH_DOCKER_IMAGE names an image with bash, git
+// and procps, and with the repository of conformance/image.sh in /srv/repo.
 const (
 	providerVariable = "BERTH_PROVIDER"
 	imageVariable    = "BERTH_DOCKER_IMAGE"

@@ -117,13 +117,12 @@ func stoppedHiding(t *testing.T, g *ground) {
 
 func forkStorm(t *testing.T, g *ground) {
 	const size = 1000
-	marker := "sleep " + unique()
-	// It grows while it is killed, each in a session of its own.
-	script := `use POSIX; my $n = 0; $SIG{TERM} = "IGNORE"; while (1) { my $p = fork; defined $p or select(undef, undef, undef, 0.01);
-if (defined $p and !$p) { POSIX::setsid(); $0 = $ARGV[0]; sleep 4000; exit } print "grown\n" if ++$n == SIZE; $| = 1; select(undef, undef, undef, 0.02) if $n > SIZE }`
-	reply, err := g.Jobs().StartJob(g.ctx, &berthv1.StartJobRequest{
-		SandboxId: g.sandbox, Spec: argv("perl", "-e", strings.ReplaceAll(script, "SIZE", fmt.Sprint(size)), marker),
-	})
+	// Each forks away from its parent and stops itself, so that nothing but KILL ends it; there are more of
+	// them while they are killed. All bear the script, and so the marker, as their command line.
+	marker := ": " + unique()
+	script := fmt.Sprintf("%s; trap '' TERM; for i in $(seq %d); do (kill -STOP $BASHPID &); done; while :; do (kill -STOP $BASHPID &); sleep 0.02; done", marker, size)
+	marker = "/bin/bash -c " + marker
+	reply, err := g.Jobs().StartJob(g.ctx, &berthv1.StartJobRequest{SandboxId: g.sandbox, Spec: shell(script)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -140,9 +139,8 @@ if (defined $p and !$p) { POSIX::setsid(); $0 = $ARGV[0]; sleep 4000; exit } pri
 }
 
 func orphans(t *testing.T, g *ground) {
-	// Each child has a child, and leaves before it.
-	script := `$SIG{CHLD} = "IGNORE"; for (1..10000) { my $p = fork; defined $p or die "fork: $!"; next if $p; fork and exit; select undef, undef, undef, 0.01; exit } print "made\n"`
-	job, out, errs := g.attached(t, g.sandbox, argv("perl", "-e", script), nil)
+	// Each child has a child, and leaves without it.
+	job, out, errs := g.attached(t, g.sandbox, shell("for i in $(seq 10000); do (: &); done; echo made"), nil)
 	wantExit(t, job, 0)
 	if out != "made\n" {
 		t.Fatalf("they were not made: %q, %q", out, errs)
