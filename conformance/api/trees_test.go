@@ -117,10 +117,11 @@ func stoppedHiding(t *testing.T, g *ground) {
 
 func forkStorm(t *testing.T, g *ground) {
 	const size = 1000
-	// Each forks away from its parent and stops itself, so that nothing but KILL ends it; there are more of
-	// them while they are killed. All bear the script, and so the marker, as their command line.
+	// Each is in a process group of its own and stops itself whenever it is continued, as the kernel does
+	// when its parent is gone, so that nothing but KILL ends it; there are more of them while they are
+	// killed. All bear the script, and so the marker, as their command line.
 	marker := ": " + unique()
-	script := fmt.Sprintf("%s; trap '' TERM; for i in $(seq %d); do (kill -STOP $BASHPID &); done; while :; do (kill -STOP $BASHPID &); sleep 0.02; done", marker, size)
+	script := fmt.Sprintf("%s; trap '' TERM HUP; set -m; one() { while :; do kill -STOP $BASHPID; done; }; for i in $(seq %d); do one & done; while :; do one & sleep 0.02; done", marker, size)
 	marker = "/bin/bash -c " + marker
 	reply, err := g.Jobs().StartJob(g.ctx, &berthv1.StartJobRequest{SandboxId: g.sandbox, Spec: shell(script)})
 	if err != nil {
