@@ -277,20 +277,30 @@ func (b *Broker) Leftovers() []string {
 	return append(left, b.containers()...)
 }
 
-// containers lists the containers of this broker, by its label; none where it has no docker machines.
+// containers says what containers of this broker are there; none where it has no docker machines.
 func (b *Broker) containers() []string {
-	if !slices.Contains(b.args, "docker") {
-		return nil
-	}
-	out, err := exec.Command("docker", "ps", "-aq", "--filter", b.label()).Output()
+	ids, err := b.Containers()
 	if err != nil {
-		return []string{"containers cannot be listed: " + err.Error()}
+		return []string{err.Error()}
 	}
 	var left []string
-	for _, id := range strings.Fields(string(out)) {
+	for _, id := range ids {
 		left = append(left, "container "+id)
 	}
 	return left
+}
+
+// Containers lists the ids of this broker's containers, by its label, also of those that have ended;
+// none where it has no docker machines.
+func (b *Broker) Containers() ([]string, error) {
+	if !slices.Contains(b.args, "docker") {
+		return nil, nil
+	}
+	out, err := exec.Command("docker", "ps", "-aq", "--no-trunc", "--filter", b.label()).Output()
+	if err != nil {
+		return nil, fmt.Errorf("list the containers: %w", err)
+	}
+	return strings.Fields(string(out)), nil
 }
 
 // label is the filter for this broker's containers.

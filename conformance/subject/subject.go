@@ -57,11 +57,3 @@ func Flags(t testing.TB) []string {
 		return nil
 	}
 }
-
-// HostOnly skips a test that looks at, or meddles with, what is a machine on this host's file system.
-func HostOnly(t testing.TB) {
-	t.Helper()
-	if OnDocker() {
-		t.Skip("it meddles with a machine's files and processes on this host, which " + Name() + " has elsewhere; the provider's own tests do the like")
-	}
-}

@@ -1,14 +1,12 @@
 package docker_test
 
 import (
-	"archive/tar"
 	"bytes"
 	"context"
 	"crypto/hmac"
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -155,115 +153,6 @@ func newID() string {
 }
 
 var token = bytes.Repeat([]byte("t"), 32)
-
-// rootfs is an image's content: programs by path, each a copy of busybox, and files.
-type rootfs struct {
-	programs []string
-	files    map[string]string
-	dirs     []string
-	changes  []string
-}
-
-var (
-	// ordinary has a shell and two users.
-	ordinary = rootfs{
-		programs: []string{"sh", "true", "cat", "echo", "id", "sleep", "dd", "tail", "ls", "touch", "ip", "env", "head", "mkdir", "test", "stat"},
-		files:    map[string]string{"etc/passwd": "root:x:0:0::/root:/bin/sh\nworker:x:1000:1000::/home:/bin/sh\n", "etc/group": "root:x:0:\nworker:x:1000:\n"},
-		dirs:     []string{"tmp", "root", "home"},
-	}
-	// bare has one program and nothing else: no shell, no users, no /tmp, no /etc.
-	bare = rootfs{programs: []string{"true"}}
-	// stubborn wants to be something of its own.
-	stubborn = rootfs{
-		programs: ordinary.programs, files: ordinary.files, dirs: ordinary.dirs,
-		changes: []string{
-			"USER worker", "ENV FROM_IMAGE=yes PATH=/bin:/opt", `ENTRYPOINT ["/bin/sh","-c","exit 7"]`, "CMD [\"x\"]",
-			"WORKDIR /srv", "HEALTHCHECK CMD exit 1", "VOLUME /data",
-		},
-	}
-)
-
-// imported puts an image on the engine and returns its name.
-func imported(t testing.TB, tag string, from rootfs) string {
-	t.Helper()
-	engine := onEngine(t)
-	reference := "berth-test-" + strings.ToLower(brokerID) + ":" + tag
-	if slices.Contains(yard.images, reference) {
-		return reference
-	}
-	archive := tarOf(t, from)
-	made, err := engine.ImageImport(t.Context(), client.ImageImportSource{Source: archive, SourceName: "-"}, reference, client.ImageImportOptions{Changes: from.changes})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if said, err := io.ReadAll(made); err != nil || strings.Contains(string(said), "error") {
-		t.Fatalf("importing an image: %s, %v", said, err)
-	}
-	if err := made.Close(); err != nil {
-		t.Fatal(err)
-	}
-	yard.images = append(yard.images, reference)
-	return reference
-}
-
-func tarOf(t testing.TB, from rootfs) io.Reader {
-	t.Helper()
-	program := busybox(t)
-	var archive bytes.Buffer
-	w := tar.NewWriter(&archive)
-	add := func(header tar.Header, content []byte) {
-		header.Size = int64(len(content))
-		if err := w.WriteHeader(&header); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := w.Write(content); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, dir := range from.dirs {
-		add(tar.Header{Name: dir + "/", Typeflag: tar.TypeDir, Mode: 0o1777}, nil)
-	}
-	for at, name := range from.programs {
-		if at == 0 {
-			add(tar.Header{Name: "bin/" + name, Typeflag: tar.TypeReg, Mode: 0o755}, program)
-			continue
-		}
-		add(tar.Header{Name: "bin/" + name, Typeflag: tar.TypeLink, Linkname: "bin/" + from.programs[0], Mode: 0o755}, nil)
-	}
-	for name, content := range from.files {
-		add(tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644}, []byte(content))
-	}
-	if err := w.Close(); err != nil {
-		t.Fatal(err)
-	}
-	return &archive
-}
-
-// busybox returns a static busybox, which images are made of: no registry is asked for any.
-func busybox(t testing.TB) []byte {
-	t.Helper()
-	path, err := exec.LookPath("busybox")
-	if err == nil {
-		var out []byte
-		if out, err = exec.Command("ldd", path).CombinedOutput(); err == nil && strings.Contains(string(out), "=>") {
-			err = fmt.Errorf("%s is not static", path)
-		} else {
-			err = nil
-		}
-	}
-	if err != nil {
-		message := fmt.Sprintf("needs a static busybox (Debian's busybox-static) to make an image: %v", err)
-		if slices.Contains(strings.Split(os.Getenv("BERTH_REQUIRE"), ","), "docker") {
-			t.Fatal(message)
-		}
-		t.Skip(message)
-	}
-	content, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return content
-}
 
 // place is where a test's socket directories lie.
 type place struct{ sockets string }

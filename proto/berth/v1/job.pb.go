@@ -270,9 +270,11 @@ type JobSpec struct {
 	// What to run: exactly one of argv and shell.
 	//
 	// Program and arguments; the program is looked up in PATH of the job's environment. No NUL bytes;
-	// at most 2 MiB with the environment.
+	// at most 2 MiB with the environment. A machine's kernel may take less, of one argument or variable
+	// usually 128 KiB: then the job is FAILED_TO_START with the reason too_long.
 	Argv []string `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
-	// A script for /bin/bash -c, or /bin/sh -c where there is no bash; Job.shell says which.
+	// A script for /bin/bash -c, or /bin/sh -c where there is no bash; Job.shell says which. It is one
+	// argument, so a long one is better given as stdin of argv ["bash", "-s"].
 	Shell string `protobuf:"bytes,2,opt,name=shell,proto3" json:"shell,omitempty"`
 	// Working directory. Default: the workspace; relative paths are relative to it.
 	Cwd string `protobuf:"bytes,3,opt,name=cwd,proto3" json:"cwd,omitempty"`

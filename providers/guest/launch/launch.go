@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -29,6 +30,9 @@ const (
 	// a millisecond: 10 tries at 2 ms are plenty.
 	busyTries = 10
 	busyPause = 2 * time.Millisecond
+	// pagesOfAString is the most that Linux takes of one argument or variable, its NUL included
+	// (MAX_ARG_STRLEN): 128 KiB where pages have 4.
+	pagesOfAString = 32
 )
 
 // The exit codes of a command that never ran, as shells give them.
@@ -138,7 +142,7 @@ func (p *Program) Fork(files []uintptr, attr *syscall.SysProcAttr) (int, error) 
 func (p *Program) failure(err error) *Failure {
 	switch {
 	case errors.Is(err, syscall.E2BIG):
-		return &Failure{"too_long: arguments and environment are longer than the kernel takes", codeNotExecutable}
+		return &Failure{"too_long: " + p.tooLong(), codeNotExecutable}
 	case errors.Is(err, syscall.ENOENT):
 		return &Failure{fmt.Sprintf("not_executable: the interpreter of %q is not in this machine", p.Path), codeNotExecutable}
 	case errors.Is(err, syscall.EACCES) && p.Credential != nil && !mayEnter(p.Dir, p.Credential):
@@ -149,6 +153,31 @@ func (p *Program) failure(err error) *Failure {
 		return &Failure{fmt.Sprintf("no_resources: the machine cannot start another process: %v", err), codeNotExecutable}
 	}
 	return &Failure{fmt.Sprintf("not_executable: %q: %v", p.Path, err), codeNotExecutable}
+}
+
+// tooLong says what of a program the kernel did not take, and what to do. It tells no value: some are
+// secret.
+func (p *Program) tooLong() string {
+	most := pagesOfAString*os.Getpagesize() - 1
+	total := 0
+	for i, arg := range p.Argv {
+		if total += len(arg) + 1; len(arg) <= most {
+			continue
+		}
+		what := fmt.Sprintf("argument %d", i)
+		if p.Shell != "" {
+			what = "the script"
+		}
+		return fmt.Sprintf("%s has %d bytes, and the kernel takes at most %d: put it into a file or stdin", what, len(arg), most)
+	}
+	for _, variable := range p.Env {
+		if total += len(variable) + 1; len(variable) <= most {
+			continue
+		}
+		name, _, _ := strings.Cut(variable, "=")
+		return fmt.Sprintf("variable %s has %d bytes with its name, and the kernel takes at most %d: put it into a file", name, len(variable), most)
+	}
+	return fmt.Sprintf("arguments and environment have %d bytes together, more than the kernel takes: put large data into a file or stdin", total)
 }
 
 // directory returns the absolute working directory, which exists.
