@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	bolt "go.etcd.io/bbolt"
 )
@@ -15,8 +16,10 @@ import (
 const compactTxBytes = 4 << 20
 
 // BackupTo writes a consistent copy of the ledger to path, mode 0600, replacing what is there: whole
-// and on disk, or not at all. With compact the copy has no free pages. Updates go on meanwhile; only
-// one that makes the file's map grow waits for the copying. The ledger itself is refused as a path.
+// and on disk, or not at all. With compact the copy has next to no free pages. Updates go on meanwhile;
+// only one that makes the file's map grow waits for the copying. The copy says of itself that it is one,
+// so that a broker that is started on it knows that the world has gone on since (see restore.go). The
+// ledger itself is refused as a path.
 func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
 	same, err := sameFile(path, s.path)
 	if err == nil && same {
@@ -26,10 +29,15 @@ func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
 		return fmt.Errorf("back the ledger up to %s: %w", path, err)
 	}
 	err = writeWhole(path, func(temp string) error {
-		if !compact {
-			return s.copyTo(ctx, temp)
+		copyTo := s.copyTo
+		if compact {
+			copyTo = s.compactTo
 		}
-		return s.compactTo(ctx, temp)
+		taken := s.now()
+		if err := copyTo(ctx, temp); err != nil {
+			return err
+		}
+		return markBackup(temp, taken)
 	})
 	if err != nil {
 		return fmt.Errorf("back the ledger %s up to %s: %w", s.path, path, err)
@@ -96,6 +104,18 @@ func (s *Store) compactTo(ctx context.Context, path string) (err error) {
 	}
 	err = bolt.Compact(target, source, compactTxBytes)
 	return errors.Join(err, target.Close())
+}
+
+// markBackup writes into a copy when it was taken. The caller syncs the file.
+func markBackup(path string, taken time.Time) error {
+	db, err := bolt.Open(path, 0o600, &bolt.Options{NoSync: true, NoFreelistSync: true, FreelistType: bolt.FreelistMapType})
+	if err != nil {
+		return err
+	}
+	err = db.Update(func(tx *bolt.Tx) error {
+		return tx.Bucket([]byte(rootBucket)).Bucket([]byte(metaBucket)).Put([]byte(backupKey), timeBytes(taken))
+	})
+	return errors.Join(err, db.Close())
 }
 
 // untilDone is a file that takes no more bytes once its context is done.
