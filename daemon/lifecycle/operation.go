@@ -114,11 +114,16 @@ func (s *Service) halted(ctx context.Context, id string) error {
 		return stopping()
 	case ctx.Err() != nil:
 		return ctx.Err()
-	case steps[operation.GetKind()][operation.GetStep()] == nil:
+	case !KnowsStep(operation):
 		return fault.New(fault.Internal, "operation %s halted: %s", id, operation.GetLastError())
 	}
 	s.launch(id, "") // between its record and its launch
 	return nil
+}
+
+// KnowsStep reports whether this build can carry an operation on; one that it can't stands still.
+func KnowsStep(operation *recordv1.OperationRecord) bool {
+	return steps[operation.GetKind()][operation.GetStep()] != nil
 }
 
 func stopping() error {
