@@ -530,7 +530,9 @@ type FsckResponse struct {
 	// Jobs that were looked at.
 	Jobs uint32 `protobuf:"varint,4,opt,name=jobs,proto3" json:"jobs,omitempty"`
 	// Request ids that were looked at.
-	Requests      uint32 `protobuf:"varint,5,opt,name=requests,proto3" json:"requests,omitempty"`
+	Requests uint32 `protobuf:"varint,5,opt,name=requests,proto3" json:"requests,omitempty"`
+	// Findings that are not listed: beyond 2000, of which those that remain come first.
+	LeftOut       uint32 `protobuf:"varint,6,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -596,6 +598,13 @@ func (x *FsckResponse) GetJobs() uint32 {
 func (x *FsckResponse) GetRequests() uint32 {
 	if x != nil {
 		return x.Requests
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetLeftOut() uint32 {
+	if x != nil {
+		return x.LeftOut
 	}
 	return 0
 }
@@ -1093,13 +1102,14 @@ const file_berth_v1_admin_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\rR\x05value:\x028\x01\"%\n" +
 	"\vFsckRequest\x12\x16\n" +
-	"\x06repair\x18\x01 \x01(\bR\x06repair\"\xab\x01\n" +
+	"\x06repair\x18\x01 \x01(\bR\x06repair\"\xc6\x01\n" +
 	"\fFsckResponse\x121\n" +
 	"\bfindings\x18\x01 \x03(\v2\x15.berth.v1.FsckFindingR\bfindings\x12\x1c\n" +
 	"\tsandboxes\x18\x02 \x01(\rR\tsandboxes\x12\x1a\n" +
 	"\bmachines\x18\x03 \x01(\rR\bmachines\x12\x12\n" +
 	"\x04jobs\x18\x04 \x01(\rR\x04jobs\x12\x1a\n" +
-	"\brequests\x18\x05 \x01(\rR\brequests\"\x8b\x02\n" +
+	"\brequests\x18\x05 \x01(\rR\brequests\x12\x19\n" +
+	"\bleft_out\x18\x06 \x01(\rR\aleftOut\"\x8b\x02\n" +
 	"\vFsckFinding\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
 	"\asubject\x18\x02 \x01(\tR\asubject\x12\x18\n" +
