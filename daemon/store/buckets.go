@@ -23,7 +23,7 @@ import (
 //	    revision         = uint64, grows with every change of a sandbox, machine or job
 //	    events           = uint64, how many keys are in events/
 //	    trimmed          = uint64, the highest revision whose event may be missing
-//	    backup           = time at which BackupTo made this copy; absent from a ledger that was opened
+//	    backup           = time at which this copy was made; absent once a broker was started on it
 //	    key_fingerprint  = that of the vault's key, absent until set
 //	  sandboxes/<id>     = SandboxRecord
 //	  machines/<id>      = MachineRecord
