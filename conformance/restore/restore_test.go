@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/berth-sandbox/berth/client"
 	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/need"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -304,6 +306,47 @@ func (w *world) orphanHasItsTime(sandbox *berthv1.Sandbox, begin time.Time) {
 	}
 	if lived := time.Since(begin); lived < orphanGrace {
 		w.t.Errorf("the machine of after the backup was destroyed after %s", lived)
+	}
+}
+
+func TestSandboxesThatWereSuspendedOrResumedSinceTheBackupAreTakenUpAsTheCheckSays(t *testing.T) {
+	need.Root(t)
+	need.Cgroup2(t)
+	w := newWorld(t)
+	frozen, awake := w.create(), w.create()
+	inFrozen, inAwake := w.job(frozen, "frozen", 3), w.job(awake, "awake", 4)
+	w.berth("suspend", awake.GetId())
+	path := w.backup()
+	w.berth("suspend", frozen.GetId())
+	w.berth("resume", awake.GetId())
+	w.Kill(t)
+	w.restore(path)
+	w.Start(t)
+	want := map[string]string{frozen.GetMachineId(): "machine_frozen", awake.GetMachineId(): "machine_awake"}
+	if found := w.findings("--repair"); !maps.Equal(found, want) {
+		t.Fatalf("it finds %v, want %v", found, want)
+	}
+	w.berth("suspend", frozen.GetId())
+	w.berth("resume", frozen.GetId())
+	w.berth("resume", awake.GetId())
+	if found := w.findings(); len(found) > 0 {
+		t.Errorf("afterwards it finds %v", found)
+	}
+	w.release(frozen, "frozen")
+	w.release(awake, "awake")
+	w.wantExit(inFrozen, "frozen", 3)
+	w.wantExit(inAwake, "awake", 4)
+	w.wantOnce(frozen, "frozen")
+	w.wantOnce(awake, "awake")
+	w.berth("rm", frozen.GetId(), awake.GetId())
+	w.WantNothingLeft(t)
+	w.Stop(t)
+}
+
+func (w *world) berth(args ...string) {
+	w.t.Helper()
+	if _, err := w.Berth(w.ctx, args...); err != nil {
+		w.t.Fatal(err)
 	}
 }
 

@@ -67,10 +67,14 @@ func (c *check) atProvider(ctx context.Context, named lifecycle.Named, machine p
 			WhyNot:  fmt.Sprintf("somebody froze it: `berth suspend %s` and `berth resume %s` let it go on", id, id),
 		})
 	case machine.State == providers.MachineRunning && rests(sandbox.GetState()):
+		remedy := fmt.Sprintf("`berth resume %s` takes it up, `berth rm %s` destroys it", id, id)
+		if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_LOST {
+			remedy = fmt.Sprintf("its jobs were given up: `berth rm %s` destroys it", id)
+		}
 		c.found(Finding{
 			Kind: "machine_awake", Subject: machine.ID, Provider: named.Name, Action: "none",
 			Message: fmt.Sprintf("sandbox %s is %s, and its machine runs", id, lifecycle.StateName(sandbox.GetState())),
-			WhyNot:  fmt.Sprintf("`berth resume %s` takes it up, `berth rm %s` destroys it", id, id),
+			WhyNot:  remedy,
 		})
 	}
 	return nil
