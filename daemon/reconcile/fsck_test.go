@@ -8,12 +8,14 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/berth-sandbox/berth/conformance/need"
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
@@ -421,5 +423,33 @@ func TestABackupComesInPiecesWithItsChecksumAndLeavesNothing(t *testing.T) {
 	w.opts.Scratch = filepath.Join(w.dir, "ledger.db", "scratch") // where no directory can be
 	if err := w.Backup(w.ctx, false, func(Piece) error { return nil }); err == nil || fault.Is(err, fault.StoreFull) {
 		t.Errorf("without a directory: %v", err)
+	}
+}
+
+func TestADiskWithoutRoomForACopyIsSaidToBeFull(t *testing.T) {
+	need.Root(t)
+	w := newWorld(t)
+	w.update(func(tx *store.Tx) error {
+		return tx.PutSandbox(&recordv1.SandboxRecord{
+			Id: lifecycle.NewID("sb"), Namespace: namespace, State: berthv1.SandboxState_SANDBOX_STATE_FAILED, SealedEnv: make([]byte, 1<<20),
+		}, "", "")
+	})
+	small := filepath.Join(w.dir, "small")
+	must(t, os.Mkdir(small, 0o700))
+	must(t, syscall.Mount("tmpfs", small, "tmpfs", 0, "size=64k"))
+	defer func() { must(t, syscall.Unmount(small, 0)) }()
+	w.opts.Scratch = filepath.Join(small, "scratch")
+	_, err := w.Fsck(w.ctx, false)
+	errs := map[string]error{"a check": err}
+	for name, compact := range map[string]bool{"a backup": false, "a compact backup": true} {
+		errs[name] = w.Backup(w.ctx, compact, func(Piece) error { return errors.New("there is nothing to give out") })
+	}
+	for name, err := range errs {
+		if !fault.Is(err, fault.StoreFull) || !strings.Contains(err.Error(), "make room in the state directory") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if left, err := os.ReadDir(small); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v (%v)", left, err)
 	}
 }

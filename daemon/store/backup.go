@@ -67,12 +67,13 @@ func (s *Store) copyTo(ctx context.Context, path string) error {
 	if err != nil {
 		return err
 	}
+	writer := &untilDone{ctx: ctx, file: file}
 	err = s.View(func(tx *Tx) error {
-		_, err := tx.bolt.WriteTo(untilDone{ctx, file})
+		_, err := tx.bolt.WriteTo(writer)
 		return err
 	})
-	if ended := ctx.Err(); err != nil && ended != nil {
-		err = ended // bbolt does not wrap what the writer said
+	if err != nil && writer.failed != nil {
+		err = writer.failed // bbolt does not wrap what the writer said
 	}
 	return errors.Join(err, file.Close())
 }
@@ -118,15 +119,16 @@ func markBackup(path string, taken time.Time) error {
 	return errors.Join(err, db.Close())
 }
 
-// untilDone is a file that takes no more bytes once its context is done.
+// untilDone is a file that takes no more bytes once its context is done, and remembers what failed.
 type untilDone struct {
-	ctx  context.Context
-	file *os.File
+	ctx    context.Context //nolint:containedctx // it is one copy's, and io.Writer has no place for it
+	file   *os.File
+	failed error
 }
 
-func (w untilDone) Write(p []byte) (int, error) {
-	if err := w.ctx.Err(); err != nil {
-		return 0, err
+func (w *untilDone) Write(p []byte) (n int, err error) {
+	if w.failed = w.ctx.Err(); w.failed == nil {
+		n, w.failed = w.file.Write(p)
 	}
-	return w.file.Write(p)
+	return n, w.failed
 }
