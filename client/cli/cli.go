@@ -134,7 +134,8 @@ An id may be shortened to any unique suffix of it. run, exec and wait exit with 
 	root.AddCommand(
 		p.createCommand(), p.lsCommand(), p.getCommand(), p.rmCommand(), p.suspendCommand(), p.resumeCommand(),
 		p.runCommand(), p.execCommand(), p.startCommand(), p.attachCommand(), p.pollCommand(), p.waitCommand(),
-		p.logsCommand(), p.inputCommand(), p.signalCommand(), p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(), p.versionCommand(),
+		p.logsCommand(), p.inputCommand(), p.signalCommand(), p.stopCommand(), p.jobsCommand(), p.providersCommand(), p.infoCommand(),
+		p.fsckCommand(), p.backupCommand(), p.versionCommand(),
 	)
 	root.InitDefaultHelpCmd()
 	root.InitDefaultCompletionCmd()

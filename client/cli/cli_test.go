@@ -266,6 +266,13 @@ func TestGolden(t *testing.T) {
 
 		{name: "providers", args: []string{"providers"}, formats: formats},
 		{name: "info", args: []string{"info"}, formats: formats},
+		{name: "fsck", args: []string{"fsck"}, formats: formats},
+		{name: "fsck --repair", args: []string{"fsck", "--repair"}},
+		{name: "fsck with an argument", args: []string{"fsck", "all"}},
+		{name: "backup without a file", args: []string{"backup"}},
+		{name: "backup to a directory", args: []string{"backup", "/"}},
+		{name: "backup to a terminal", args: []string{"backup", "-"}, terminal: true},
+		{name: "backup where no file can be", args: []string{"backup", "/proc/nowhere/x"}},
 		{name: "version", args: []string{"version"}, formats: formats},
 
 		{name: "an unknown command", args: []string{"sl"}},
@@ -575,6 +582,8 @@ func TestCompletion(t *testing.T) {
 		{"formats", []string{"ls", "-o", ""}, []string{"table", "json", "id"}},
 		{"providers", []string{"create", "--provider", ""}, []string{"local\tnamespace", "docker\tcontainer"}},
 		{"nothing where there is nothing", []string{"info", ""}, nil},
+		{"nothing for a check", []string{"fsck", ""}, nil},
+		{"one file only", []string{"backup", "a", ""}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := b.shell()

@@ -198,7 +198,9 @@ func (s *Service) take(ctx context.Context, machineID string, status *guestv1.St
 }
 
 // adopt returns the ledger's record of a job that a guest names. A command that was attached, and
-// so was not written down before it began, gets its record now. Nil: it is none of this machine's.
+// so was not written down before it began, gets its record now; so does one that was started after the
+// backup that this ledger is: that one was durable, and its output is kept. Nil: it is none of this
+// machine's.
 func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.Status) (*recordv1.JobRecord, error) {
 	job, err := s.job(status.GetJobId())
 	if err == nil && job.GetMachineId() == machineID {
@@ -228,8 +230,9 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 			Generation: machine.GetGeneration(), BootId: boundedText(status.GetBootId()),
 			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{},
 			CreateTime: timestamppb.New(s.opts.Now()), StartTime: boundedTime(status.GetStartTime(), s.opts.Now()),
+			Detached: status.GetDurable(), KeepOutput: status.GetDurable(),
 		}
-		return tx.PutJob(job, "job.found", "an attached command of before the broker's restart")
+		return tx.PutJob(job, "job.found", "a command of before the broker's start that no record had")
 	})
 	if err != nil || job.GetMachineId() != machineID {
 		return nil, err

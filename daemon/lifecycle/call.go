@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -140,5 +141,15 @@ func timeOf(t *timestamppb.Timestamp) time.Time {
 }
 
 func describe(kind recordv1.OperationKind, step string) string {
-	return fmt.Sprintf("%s/%s", kind.String()[len("OPERATION_KIND_"):], step)
+	return fmt.Sprintf("%s/%s", kindName(kind), step)
+}
+
+// kindName is an operation's kind in short; a number for one that only a newer build knows.
+func kindName(kind recordv1.OperationKind) string {
+	return strings.TrimPrefix(kind.String(), "OPERATION_KIND_")
+}
+
+// OperationName says for people what an operation does, such as "create".
+func OperationName(operation *recordv1.OperationRecord) string {
+	return strings.ToLower(kindName(operation.GetKind()))
 }

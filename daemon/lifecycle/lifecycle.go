@@ -404,7 +404,10 @@ func (s *Service) reserveDestroy(ctx context.Context, call Call, id string) (ope
 		if err != nil {
 			return err
 		}
-		if err := call.Remember(tx, id, s.opts.Now()); err != nil || isDestroying(sandbox) {
+		if err := call.Remember(tx, id, s.opts.Now()); err != nil {
+			return err
+		}
+		if under, err := beingDestroyed(tx, sandbox); err != nil || under {
 			return err
 		}
 		if sandbox.GetOperationId() != "" {
@@ -423,6 +426,16 @@ func (s *Service) reserveDestroy(ctx context.Context, call Call, id string) (ope
 		)
 	})
 	return operationID, overtaken, err
+}
+
+// beingDestroyed reports whether a sandbox is destroyed, or an operation is at it. One that says
+// DESTROYING and has no operation is destroyed by a new one.
+func beingDestroyed(tx *store.Tx, sandbox *recordv1.SandboxRecord) (bool, error) {
+	if sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYING {
+		return sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_DESTROYED, nil
+	}
+	operation, err := tx.Operation(sandbox.GetOperationId())
+	return operation != nil, err
 }
 
 // doom marks a machine as one that must go; nothing undoes that.

@@ -406,7 +406,17 @@ func TestADestroyOvertakesWhatIsInProgress(t *testing.T) {
 }
 
 func TestAnUnknownStepHaltsLoudlyAndCanStillBeDestroyed(t *testing.T) {
-	t.Parallel()
+	for name, kind := range map[string]recordv1.OperationKind{
+		"of a kind that is known": recordv1.OperationKind_OPERATION_KIND_CREATE, "of a kind that only a newer build knows": 99,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			unknownStep(t, kind)
+		})
+	}
+}
+
+func unknownStep(t *testing.T, kind recordv1.OperationKind) {
 	w := newWorld(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang})
 	go func() { _, _ = w.create("c") }()
@@ -414,7 +424,7 @@ func TestAnUnknownStepHaltsLoudlyAndCanStillBeDestroyed(t *testing.T) {
 	w.stop()
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
 		operation := w.operation()
-		operation.Step = "teleport"
+		operation.Kind, operation.Step = kind, "teleport"
 		return tx.PutOperation(operation)
 	}))
 	w.restart(nil)
@@ -667,4 +677,18 @@ func TestSetupJobsKeepTheirNames(t *testing.T) {
 		}
 		seen[id] = true
 	}
+}
+
+func TestADestroyThatLostItsOperationIsDoneByAnother(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.created()
+	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
+		sandbox.State, sandbox.OperationId = berthv1.SandboxState_SANDBOX_STATE_DESTROYING, "op_gone"
+		return tx.PutSandbox(sandbox, "", "")
+	}))
+	if _, err := w.Destroy(w.ctx, call("destroy", ""), sandbox.GetId()); err != nil {
+		t.Fatal(err)
+	}
+	w.wantNothing()
 }

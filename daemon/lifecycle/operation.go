@@ -114,11 +114,16 @@ func (s *Service) halted(ctx context.Context, id string) error {
 		return stopping()
 	case ctx.Err() != nil:
 		return ctx.Err()
-	case steps[operation.GetKind()][operation.GetStep()] == nil:
+	case !KnowsStep(operation):
 		return fault.New(fault.Internal, "operation %s halted: %s", id, operation.GetLastError())
 	}
 	s.launch(id, "") // between its record and its launch
 	return nil
+}
+
+// KnowsStep reports whether this build can carry an operation on; one that it can't stands still.
+func KnowsStep(operation *recordv1.OperationRecord) bool {
+	return steps[operation.GetKind()][operation.GetStep()] != nil
 }
 
 func stopping() error {
@@ -188,6 +193,9 @@ func (s *Service) failed(ctx context.Context, operation *recordv1.OperationRecor
 		cause = fault.New(fault.MachineGone, "machine %s vanished while it was set up: %w", operation.GetMachineId(), cause)
 	}
 	undo := undoable(operation) && !reboot && (definite(cause) || now.Sub(s.failingSince(operation, now)) > giveUp)
+	if keepsMachine(operation) && (stopped || !fault.Is(cause, fault.MachineGone)) {
+		undo = false
+	}
 	return s.record(ctx, operation, func(tx *store.Tx, operation *recordv1.OperationRecord) error {
 		operation.Attempts++
 		operation.LastError = cutText(cause.Error())
@@ -245,6 +253,13 @@ func (s *Service) stoppedMeanwhile(ctx context.Context, operation *recordv1.Oper
 // undoable reports whether a step that fails for good can be given up: a destroy never is.
 func undoable(operation *recordv1.OperationRecord) bool {
 	return operation.GetUndoing() == nil && undoStep[operation.GetKind()] != ""
+}
+
+// keepsMachine reports whether an operation's undoing would destroy a machine that may be in use: a
+// create that was open in a backup may have come to its end after that. It stands until a person says
+// what is to become of it; `berth rm` destroys it.
+func keepsMachine(operation *recordv1.OperationRecord) bool {
+	return operation.GetRestored() && operation.GetKind() == recordv1.OperationKind_OPERATION_KIND_CREATE
 }
 
 // definite reports whether an error says for sure that the step did not happen and won't: anything

@@ -71,6 +71,9 @@ func (s *Service) boot(ctx context.Context, operation *recordv1.OperationRecord)
 	if err != nil {
 		return err
 	}
+	if err := s.stillThere(ctx, operation, machine); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeBoot struct{}
@@ -90,6 +93,23 @@ func (s *Service) boot(ctx context.Context, operation *recordv1.OperationRecord)
 		machine.HandleVersion, machine.Handle = handle.Version, handle.Bytes
 		return tx.PutMachine(machine, "machine.booted", "")
 	})
+}
+
+// stillThere refuses to boot a machine that was made before and is gone: its provider would make another
+// one with an empty disk. That concerns a resume, and a create that was open in a backup, since its
+// sandbox may have been destroyed after that.
+func (s *Service) stillThere(ctx context.Context, operation *recordv1.OperationRecord, machine *recordv1.MachineRecord) error {
+	if operation.GetKind() == recordv1.OperationKind_OPERATION_KIND_CREATE && !operation.GetRestored() {
+		return nil
+	}
+	_, err := s.inspect(ctx, machine)
+	if errors.Is(err, providers.ErrNotFound) {
+		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.GetId())
+	}
+	if err != nil {
+		return fmt.Errorf("look at machine %s before it is booted: %w", machine.GetId(), err)
+	}
+	return nil
 }
 
 func (s *Service) machineSpec(machine *recordv1.MachineRecord, token []byte, generation uint64) providers.MachineSpec {

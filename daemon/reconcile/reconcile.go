@@ -1,13 +1,16 @@
 // Package reconcile brings the ledger and the world together: at boot it opens the link to every
 // machine and resumes open operations, then it looks after machines that fell silent, destroys
 // machines that no record names, and drops what was kept long enough. It acts on what it saw twice,
-// never on one sighting, and never touches a machine of another broker.
+// never on one sighting, and never touches a machine of another broker. For those who run the broker it
+// does the same at once and in words (fsck.go), and hands out copies of the ledger (backup.go).
 package reconcile
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"os"
 	"sync"
 	"time"
 
@@ -44,12 +47,14 @@ type Options struct {
 	Log       *slog.Logger
 	Now       func() time.Time
 	Retention time.Duration // receipts and ended sandboxes are kept this long
+	Scratch   string        // a directory for copies of the ledger, with room for two; it is there only while one is
 }
 
 // Service looks after machines.
 type Service struct {
-	opts   Options
-	kicked chan struct{}
+	opts    Options
+	kicked  chan struct{}
+	copying chan struct{} // held by who uses the scratch directory
 
 	mu      sync.Mutex
 	seen    map[string]sighting // silent machines, by id, as last found
@@ -64,12 +69,18 @@ type sighting struct {
 
 // New makes a service; Start and Run set it to work.
 func New(opts Options) *Service {
-	return &Service{opts: opts, kicked: make(chan struct{}, 1), seen: map[string]sighting{}, orphans: map[string]sighting{}}
+	return &Service{
+		opts: opts, kicked: make(chan struct{}, 1), copying: make(chan struct{}, 1),
+		seen: map[string]sighting{}, orphans: map[string]sighting{},
+	}
 }
 
 // Start opens the link to every machine that was booted and resumes every open operation. It waits
 // for no machine: one mute guest never blocks the boot.
 func (s *Service) Start() error {
+	if err := os.RemoveAll(s.opts.Scratch); err != nil { // a copy that a kill left
+		s.opts.Log.Warn("cannot remove what an earlier copy of the ledger left", "error", err)
+	}
 	machines, _, err := s.machines()
 	if err != nil {
 		return err
@@ -199,20 +210,30 @@ func (s *Service) lookAtAll(ctx context.Context, machines []*recordv1.MachineRec
 func (s *Service) lookAt(ctx context.Context, machineID string) {
 	limited, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
-	verdict := s.opts.Sandboxes.Look(limited, machineID)
-	if !s.seenTwice(machineID, verdict) {
+	verdict, twice := s.sight(limited, machineID)
+	if !twice {
 		return
 	}
-	var err error
-	switch verdict {
-	case lifecycle.Stopped:
-		err = s.opts.Sandboxes.MarkStopped(limited, machineID)
-	case lifecycle.Gone:
-		err = s.opts.Sandboxes.MarkLost(limited, machineID)
-	}
-	if err != nil && ctx.Err() == nil {
+	if err := s.writeDown(limited, machineID, verdict); err != nil && ctx.Err() == nil {
 		s.opts.Log.Error("cannot record what became of a machine", "machine", machineID, "error", err)
 	}
+}
+
+// sight asks what became of a machine, and reports whether the look before had found the same.
+func (s *Service) sight(ctx context.Context, machineID string) (verdict lifecycle.Verdict, twice bool) {
+	verdict = s.opts.Sandboxes.Look(ctx, machineID)
+	return verdict, s.seenTwice(machineID, verdict)
+}
+
+// writeDown records what was seen twice of a machine.
+func (s *Service) writeDown(ctx context.Context, machineID string, verdict lifecycle.Verdict) error {
+	switch verdict {
+	case lifecycle.Stopped:
+		return s.opts.Sandboxes.MarkStopped(ctx, machineID)
+	case lifecycle.Gone:
+		return s.opts.Sandboxes.MarkLost(ctx, machineID)
+	}
+	return nil
 }
 
 // seenTwice notes a verdict and reports whether the look before, at least most of a period ago, had
@@ -253,12 +274,9 @@ func (s *Service) sweep(ctx context.Context) {
 func (s *Service) sweepProvider(ctx context.Context, named lifecycle.Named, found map[string]bool) {
 	limited, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
-	if info, err := named.Provider.Info(limited); err != nil || !info.Healthy {
-		return
-	}
-	machines, err := named.Provider.List(limited)
+	machines, err := survey(limited, named)
 	if err != nil {
-		if ctx.Err() == nil {
+		if ctx.Err() == nil && !errors.Is(err, errUnwell) {
 			s.opts.Log.Warn("cannot list a provider's machines", "provider", named.Name, "error", err)
 		}
 		return
@@ -269,10 +287,28 @@ func (s *Service) sweepProvider(ctx context.Context, named lifecycle.Named, foun
 			continue
 		}
 		found[machine.ID] = true
-		if s.orphanLongEnough(machine) {
-			s.destroyOrphan(ctx, named, machine)
+		if _, ripe := s.orphan(machine.ID); !ripe {
+			continue
+		}
+		if err := s.destroyOrphan(ctx, named, machine); err != nil && ctx.Err() == nil {
+			s.opts.Log.Warn("cannot destroy a machine that no record names", "provider", named.Name, "machine", machine.ID, "error", err)
 		}
 	}
+}
+
+// errUnwell is a provider that says that it can't be used now: nothing is concluded from what it lists.
+var errUnwell = errors.New("it is not well")
+
+// survey lists the machines of a provider that is well.
+func survey(ctx context.Context, named lifecycle.Named) ([]providers.Machine, error) {
+	info, err := named.Provider.Info(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errUnwell, err)
+	}
+	if !info.Healthy {
+		return nil, fmt.Errorf("%w: %s", errUnwell, info.Message)
+	}
+	return named.Provider.List(ctx)
 }
 
 func (s *Service) recorded(machineID string) (bool, error) {
@@ -285,30 +321,29 @@ func (s *Service) recorded(machineID string) (bool, error) {
 	return recorded, err
 }
 
-// orphanLongEnough notes a machine without a record and reports whether it was one already, a grace
-// ago.
-func (s *Service) orphanLongEnough(machine providers.Machine) bool {
+// orphan notes a machine without a record; it returns since when it is known as one, and whether that is
+// a grace ago, so that it may be destroyed.
+func (s *Service) orphan(machineID string) (since time.Time, ripe bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before, known := s.orphans[machine.ID]
+	now := s.opts.Now()
+	before, known := s.orphans[machineID]
 	if !known {
-		s.orphans[machine.ID] = sighting{since: s.opts.Now()}
-		return false
+		s.orphans[machineID] = sighting{since: now}
+		return now, false
 	}
-	return s.opts.Now().Sub(before.since) >= orphanGrace
+	return before.since, now.Sub(before.since) >= orphanGrace
 }
 
-func (s *Service) destroyOrphan(ctx context.Context, named lifecycle.Named, machine providers.Machine) {
+func (s *Service) destroyOrphan(ctx context.Context, named lifecycle.Named, machine providers.Machine) error {
 	limited, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
 	machine.ListenDir = s.opts.Sandboxes.ListenDir(machine.ID)
 	if err := named.Provider.Destroy(limited, machine); err != nil {
-		if ctx.Err() == nil {
-			s.opts.Log.Warn("cannot destroy a machine that no record names", "provider", named.Name, "machine", machine.ID, "error", err)
-		}
-		return
+		return err
 	}
 	s.opts.Log.Info("destroyed a machine that no record names", "provider", named.Name, "machine", machine.ID)
+	return nil
 }
 
 // trim drops what was kept long enough: request ids, events, receipts, ended sandboxes.

@@ -123,6 +123,7 @@ func (w *world) start() {
 	})
 	w.Service = New(Options{
 		Store: w.ledger, Links: w.links, Sandboxes: w.sandboxes, Jobs: w.jobs, Log: log, Now: w.now, Retention: retention,
+		Scratch: filepath.Join(w.dir, "scratch"),
 	})
 }
 

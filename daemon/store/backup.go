@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	bolt "go.etcd.io/bbolt"
 )
@@ -15,8 +16,10 @@ import (
 const compactTxBytes = 4 << 20
 
 // BackupTo writes a consistent copy of the ledger to path, mode 0600, replacing what is there: whole
-// and on disk, or not at all. With compact the copy has no free pages. Updates go on meanwhile; only
-// one that makes the file's map grow waits for the copying. The ledger itself is refused as a path.
+// and on disk, or not at all. With compact the copy has next to no free pages. Updates go on meanwhile;
+// only one that makes the file's map grow waits for the copying. The copy says of itself that it is one,
+// so that a broker that is started on it knows that the world has gone on since (see restore.go). The
+// ledger itself is refused as a path.
 func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
 	same, err := sameFile(path, s.path)
 	if err == nil && same {
@@ -26,10 +29,15 @@ func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
 		return fmt.Errorf("back the ledger up to %s: %w", path, err)
 	}
 	err = writeWhole(path, func(temp string) error {
-		if !compact {
-			return s.copyTo(ctx, temp)
+		copyTo := s.copyTo
+		if compact {
+			copyTo = s.compactTo
 		}
-		return s.compactTo(ctx, temp)
+		taken := s.now()
+		if err := copyTo(ctx, temp); err != nil {
+			return err
+		}
+		return markBackup(temp, taken)
 	})
 	if err != nil {
 		return fmt.Errorf("back the ledger %s up to %s: %w", s.path, path, err)
@@ -59,12 +67,13 @@ func (s *Store) copyTo(ctx context.Context, path string) error {
 	if err != nil {
 		return err
 	}
+	writer := &untilDone{ctx: ctx, file: file}
 	err = s.View(func(tx *Tx) error {
-		_, err := tx.bolt.WriteTo(untilDone{ctx, file})
+		_, err := tx.bolt.WriteTo(writer)
 		return err
 	})
-	if ended := ctx.Err(); err != nil && ended != nil {
-		err = ended // bbolt does not wrap what the writer said
+	if err != nil && writer.failed != nil {
+		err = writer.failed // bbolt does not wrap what the writer said
 	}
 	return errors.Join(err, file.Close())
 }
@@ -98,15 +107,28 @@ func (s *Store) compactTo(ctx context.Context, path string) (err error) {
 	return errors.Join(err, target.Close())
 }
 
-// untilDone is a file that takes no more bytes once its context is done.
-type untilDone struct {
-	ctx  context.Context
-	file *os.File
+// markBackup writes into a copy when it was taken. The caller syncs the file.
+func markBackup(path string, taken time.Time) error {
+	db, err := bolt.Open(path, 0o600, &bolt.Options{NoSync: true, NoFreelistSync: true, FreelistType: bolt.FreelistMapType})
+	if err != nil {
+		return err
+	}
+	err = db.Update(func(tx *bolt.Tx) error {
+		return tx.Bucket([]byte(rootBucket)).Bucket([]byte(metaBucket)).Put([]byte(backupKey), timeBytes(taken))
+	})
+	return errors.Join(err, db.Close())
 }
 
-func (w untilDone) Write(p []byte) (int, error) {
-	if err := w.ctx.Err(); err != nil {
-		return 0, err
+// untilDone is a file that takes no more bytes once its context is done, and remembers what failed.
+type untilDone struct {
+	ctx    context.Context //nolint:containedctx // it is one copy's, and io.Writer has no place for it
+	file   *os.File
+	failed error
+}
+
+func (w *untilDone) Write(p []byte) (n int, err error) {
+	if w.failed = w.ctx.Err(); w.failed == nil {
+		n, w.failed = w.file.Write(p)
 	}
-	return w.file.Write(p)
+	return n, w.failed
 }

@@ -22,7 +22,8 @@ import (
 //	    created          = time
 //	    revision         = uint64, grows with every change of a sandbox, machine or job
 //	    events           = uint64, how many keys are in events/
-//	    trimmed          = uint64, the highest revision whose event was trimmed
+//	    trimmed          = uint64, the highest revision whose event may be missing
+//	    backup           = time at which this copy was made; absent once a broker was started on it
 //	    key_fingerprint  = that of the vault's key, absent until set
 //	  sandboxes/<id>     = SandboxRecord
 //	  machines/<id>      = MachineRecord
@@ -81,6 +82,7 @@ const (
 	revisionKey    = "revision"
 	eventsKey      = "events"
 	trimmedKey     = "trimmed"
+	backupKey      = "backup"
 	fingerprintKey = "key_fingerprint"
 )
 

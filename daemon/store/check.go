@@ -3,9 +3,14 @@ package store
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"slices"
 	"strings"
+
+	bolt "go.etcd.io/bbolt"
 
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 )
@@ -21,30 +26,60 @@ type Finding struct {
 }
 
 // Check reads the whole ledger: whether its pages are sound, every record can be decoded, and the
-// indexes say what the records say. RepairIndexes mends all but the first two kinds.
-func (s *Store) Check() ([]Finding, error) {
+// indexes say what the records say. RepairIndexes mends all but the first two kinds. It reads a copy,
+// which it makes at scratch and removes: reading pages beside a writer is not safe, and would make the
+// writer wait.
+func (s *Store) Check(ctx context.Context, scratch string) (findings []Finding, err error) {
+	if err := removeIfThere(scratch); err != nil { // a copy that a kill left
+		return nil, fmt.Errorf("check the ledger %s: %w", s.path, err)
+	}
+	defer func() { err = errors.Join(err, removeIfThere(scratch)) }()
+	if err := s.copyTo(ctx, scratch); err != nil {
+		return nil, fmt.Errorf("copy the ledger %s to %s, to check it: %w", s.path, scratch, err)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	db, err := bolt.Open(scratch, 0o600, &bolt.Options{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("check the ledger's copy %s: %w", scratch, err)
+	}
+	defer func() { err = errors.Join(err, db.Close()) }()
+	raw, err := db.Begin(false)
+	if err != nil {
+		return nil, fmt.Errorf("check the ledger's copy %s: %w", scratch, err)
+	}
+	defer func() { _ = raw.Rollback() }()
+	tx, err := newTx(raw, s.now)
+	if err != nil {
+		return nil, err
+	}
+	return tx.check(s.path)
+}
+
+func removeIfThere(path string) error {
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func (tx *Tx) check(path string) ([]Finding, error) {
 	var findings []Finding
-	err := s.View(func(tx *Tx) error {
-		for damage := range tx.bolt.Check() {
-			if len(findings) < maxDamage {
-				findings = append(findings, Finding{"damaged_page", s.path, damage.Error()})
-			}
+	for damage := range tx.bolt.Check() {
+		if len(findings) < maxDamage {
+			findings = append(findings, Finding{"damaged_page", path, damage.Error()})
 		}
-		if len(findings) > 0 {
-			return nil // what stands in damaged pages is not worth reading
-		}
-		wanted, undecodable, err := tx.wantedEntries()
-		if err != nil {
-			return err
-		}
-		different, err := tx.compareEntries(wanted)
-		if err != nil {
-			return err
-		}
-		findings = slices.Concat(undecodable, different)
-		return nil
-	})
-	return findings, err
+	}
+	if len(findings) > 0 {
+		return findings, nil // what stands in damaged pages is not worth reading
+	}
+	wanted, undecodable, err := tx.wantedEntries()
+	if err != nil {
+		return nil, err
+	}
+	different, err := tx.compareEntries(wanted)
+	return slices.Concat(undecodable, different), err
 }
 
 // RepairIndexes makes the indexes say what the records say, as far as those can be decoded, and

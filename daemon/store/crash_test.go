@@ -71,7 +71,7 @@ func TestWhatWasAcknowledgedSurvivesKill(t *testing.T) {
 		if uint64(len(held)) != s.Revision() {
 			t.Errorf("%d sandboxes at revision %d", len(held), s.Revision())
 		}
-		if findings, err := s.Check(); len(findings) > 0 || err != nil {
+		if findings, err := check(t, s); len(findings) > 0 || err != nil {
 			t.Fatalf("check: %v, %v", findings, err)
 		}
 		if err := s.Close(); err != nil {

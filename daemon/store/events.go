@@ -91,7 +91,9 @@ func (tx *Tx) TrimEvents(before time.Time, keepAtMost int, max int) (int, error)
 			return 0, err
 		}
 		tx.counts.events--
-		tx.counts.trimmed = revision
+		if revision > tx.counts.trimmed { // a restored ledger holds events from before its gap
+			tx.counts.trimmed = revision
+		}
 		tx.changed = true
 	}
 	return len(old), nil

@@ -92,6 +92,10 @@ func (tx *Tx) countOpen(sandboxID string, counts func(value []byte) bool) (int, 
 	return n, err
 }
 
+func jobReserved(rec *recordv1.JobRecord) bool {
+	return rec.GetState() == berthv1.JobState_JOB_STATE_RESERVED
+}
+
 func jobDone(rec *recordv1.JobRecord) bool {
 	return rec.GetState() == berthv1.JobState_JOB_STATE_DONE
 }

@@ -263,7 +263,7 @@ func TestRequestsAreForgottenAfterTheirTime(t *testing.T) {
 			t.Errorf("at %d: held %s, want %s", c.minutes, got, c.held)
 		}
 	}
-	if findings, err := s.Check(); len(findings) > 0 || err != nil {
+	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Errorf("check: %v, %v", findings, err)
 	}
 }
@@ -378,7 +378,7 @@ func TestEventsAreFollowedListedAndTrimmed(t *testing.T) {
 			t.Errorf("%s: left %v from %d, want %s from %d", c.name, got, oldest, c.left, c.oldest)
 		}
 	}
-	if findings, err := s.Check(); len(findings) > 0 || err != nil {
+	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Errorf("check: %v, %v", findings, err)
 	}
 	if err := s.Update(context.Background(), put("sb_7")); err != nil || s.Revision() != 7 {

@@ -137,7 +137,11 @@ func copyPath(path string, schema uint32) string { return fmt.Sprintf("%s.v%d.ba
 func (s *Store) copyBefore(schema uint32) error {
 	target := copyPath(s.path, schema)
 	err := writeWhole(target, func(temp string) error {
-		return s.db.View(func(tx *bolt.Tx) error { return tx.CopyFile(temp, 0o600) })
+		taken := s.now()
+		if err := s.db.View(func(tx *bolt.Tx) error { return tx.CopyFile(temp, 0o600) }); err != nil {
+			return err
+		}
+		return markBackup(temp, taken)
 	})
 	if err != nil {
 		return fmt.Errorf("copy the ledger %s to %s before its upgrade: %w", s.path, target, err)

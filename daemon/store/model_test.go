@@ -224,7 +224,7 @@ func TestListsAgreeWithAModelUnderRandomChanges(t *testing.T) {
 		}
 		view(t, s, right.compare)
 		if round%50 == 0 {
-			if findings, err := s.Check(); len(findings) > 0 || err != nil {
+			if findings, err := check(t, s); len(findings) > 0 || err != nil {
 				t.Fatalf("round %d: check: %v, %v", round, findings, err)
 			}
 		}

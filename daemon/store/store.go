@@ -163,6 +163,9 @@ func (s *Store) prepare(steps []migration) error {
 	if err := s.migrate(steps); err != nil {
 		return err
 	}
+	if err := s.takeUpBackup(); err != nil {
+		return err
+	}
 	return s.View(func(tx *Tx) error {
 		s.schema = tx.number32(schemaKey)
 		s.instance = string(tx.meta(instanceKey))

@@ -349,7 +349,7 @@ func TestAValueThatCannotBeDecodedIsNamed(t *testing.T) {
 	if err := s.View(func(tx *Tx) error { _, _, err := tx.ListSandboxes("default", Page{}, nil); return err }); !fault.Is(err, fault.StoreFailed) {
 		t.Errorf("listing: %v", err)
 	}
-	findings, err := s.Check()
+	findings, err := check(t, s)
 	if err != nil || len(findings) == 0 || findings[0].Kind != "undecodable_record" {
 		t.Errorf("check found %v, %v", findings, err)
 	}
@@ -504,7 +504,7 @@ func TestABackupIsALedger(t *testing.T) {
 		}
 		sizes[compact] = info.Size()
 		copied := openTest(t, path)
-		if copied.Instance() != s.Instance() || copied.Revision() != s.Revision() {
+		if copied.Instance() != s.Instance() || copied.Revision() != s.Revision()+restoredGap {
 			t.Errorf("compact %v: instance %s, revision %d", compact, copied.Instance(), copied.Revision())
 		}
 		view(t, copied, func(tx *Tx) error {
@@ -514,7 +514,7 @@ func TestABackupIsALedger(t *testing.T) {
 			}
 			return err
 		})
-		if findings, err := copied.Check(); len(findings) > 0 || err != nil {
+		if findings, err := check(t, copied); len(findings) > 0 || err != nil {
 			t.Errorf("compact %v: %v, %v", compact, findings, err)
 		}
 	}
@@ -545,7 +545,7 @@ func TestBrokenIndexesAreFoundAndMended(t *testing.T) {
 		}
 		return tx.PutJob(job("job_1", "sb_1", berthv1.JobState_JOB_STATE_RUNNING), "", "")
 	})
-	if findings, err := s.Check(); len(findings) > 0 || err != nil {
+	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Fatalf("before: %v, %v", findings, err)
 	}
 	update(t, s, func(tx *Tx) error {
@@ -559,7 +559,7 @@ func TestBrokenIndexesAreFoundAndMended(t *testing.T) {
 	if err := s.View(func(tx *Tx) error { _, err := tx.LiveSandboxes(); return err }); !fault.Is(err, fault.StoreFailed) {
 		t.Errorf("a dangling index: %v", err)
 	}
-	findings, err := s.Check()
+	findings, err := check(t, s)
 	if err != nil || len(findings) != 4 {
 		t.Errorf("found %v, %v", findings, err)
 	}
@@ -567,7 +567,7 @@ func TestBrokenIndexesAreFoundAndMended(t *testing.T) {
 	if err != nil || len(mended) != 4 {
 		t.Errorf("mended %v, %v", mended, err)
 	}
-	if findings, err := s.Check(); len(findings) > 0 || err != nil {
+	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Errorf("after: %v, %v", findings, err)
 	}
 }
@@ -593,4 +593,15 @@ func mountTmpfs(t *testing.T, options string) string {
 		}
 	})
 	return dir
+}
+
+// check checks a ledger, and that its copy is gone afterwards.
+func check(t testing.TB, s *Store) ([]Finding, error) {
+	t.Helper()
+	scratch := filepath.Join(t.TempDir(), "copy.db")
+	findings, err := s.Check(context.Background(), scratch)
+	if _, gone := os.Stat(scratch); !errors.Is(gone, os.ErrNotExist) {
+		t.Errorf("the checked copy is still there (%v)", gone)
+	}
+	return findings, err
 }

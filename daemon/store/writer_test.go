@@ -115,7 +115,7 @@ func TestAFailingFunctionLosesOnlyItself(t *testing.T) {
 			if s.Revision() != 3 {
 				t.Errorf("revision %d, want 3", s.Revision())
 			}
-			if findings, err := s.Check(); len(findings) > 0 || err != nil {
+			if findings, err := check(t, s); len(findings) > 0 || err != nil {
 				t.Errorf("check: %v, %v", findings, err)
 			}
 		})
@@ -330,7 +330,7 @@ func TestAFullDiskIsRefusedCleanlyAndPasses(t *testing.T) {
 	if got := ids(t, s); len(got) != 1 {
 		t.Errorf("%d sandboxes, want 1", len(got))
 	}
-	if findings, err := s.Check(); len(findings) > 0 || err != nil {
+	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Errorf("check: %v, %v", findings, err)
 	}
 }

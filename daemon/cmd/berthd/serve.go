@@ -161,7 +161,7 @@ func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets stri
 	})
 	d.reconcile = reconcile.New(reconcile.Options{
 		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,
-		Now: time.Now, Retention: d.config.Retention,
+		Now: time.Now, Retention: d.config.Retention, Scratch: filepath.Join(d.config.State, "scratch"),
 	})
 	return nil
 }

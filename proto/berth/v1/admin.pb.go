@@ -522,7 +522,17 @@ func (x *FsckRequest) GetRepair() bool {
 type FsckResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One line each.
-	Findings      []*FsckFinding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
+	Findings []*FsckFinding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
+	// Sandboxes that were looked at.
+	Sandboxes uint32 `protobuf:"varint,2,opt,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	// Machines that were looked at, in the ledger and at providers.
+	Machines uint32 `protobuf:"varint,3,opt,name=machines,proto3" json:"machines,omitempty"`
+	// Jobs that were looked at.
+	Jobs uint32 `protobuf:"varint,4,opt,name=jobs,proto3" json:"jobs,omitempty"`
+	// Request ids that were looked at.
+	Requests uint32 `protobuf:"varint,5,opt,name=requests,proto3" json:"requests,omitempty"`
+	// Findings that are not listed: beyond 2000, of which those that remain come first.
+	LeftOut       uint32 `protobuf:"varint,6,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -564,10 +574,45 @@ func (x *FsckResponse) GetFindings() []*FsckFinding {
 	return nil
 }
 
+func (x *FsckResponse) GetSandboxes() uint32 {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetMachines() uint32 {
+	if x != nil {
+		return x.Machines
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetJobs() uint32 {
+	if x != nil {
+		return x.Jobs
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetRequests() uint32 {
+	if x != nil {
+		return x.Requests
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetLeftOut() uint32 {
+	if x != nil {
+		return x.LeftOut
+	}
+	return 0
+}
+
 // FsckFinding is one difference.
 type FsckFinding struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its kind, for example "orphan_machine", "machine_gone", "dangling_index".
+	// Its kind, for example "orphan_machine", "machine_gone", "dangling_index"; docs/operations.md has all.
 	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
 	// What it concerns: an id.
 	Subject string `protobuf:"bytes,2,opt,name=subject,proto3" json:"subject,omitempty"`
@@ -576,7 +621,15 @@ type FsckFinding struct {
 	// What repairing does.
 	Action string `protobuf:"bytes,4,opt,name=action,proto3" json:"action,omitempty"`
 	// It was mended.
-	Repaired      bool `protobuf:"varint,5,opt,name=repaired,proto3" json:"repaired,omitempty"`
+	Repaired bool `protobuf:"varint,5,opt,name=repaired,proto3" json:"repaired,omitempty"`
+	// The provider concerned, where one is.
+	Provider string `protobuf:"bytes,6,opt,name=provider,proto3" json:"provider,omitempty"`
+	// How long it has been so, as far as the broker knows; absent where it does not.
+	Age *durationpb.Duration `protobuf:"bytes,7,opt,name=age,proto3" json:"age,omitempty"`
+	// Repairing would mend it now; false also once it was mended.
+	Repairable bool `protobuf:"varint,8,opt,name=repairable,proto3" json:"repairable,omitempty"`
+	// Why repairing does not mend it now, and what would.
+	WhyNot        string `protobuf:"bytes,9,opt,name=why_not,json=whyNot,proto3" json:"why_not,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -646,6 +699,34 @@ func (x *FsckFinding) GetRepaired() bool {
 	return false
 }
 
+func (x *FsckFinding) GetProvider() string {
+	if x != nil {
+		return x.Provider
+	}
+	return ""
+}
+
+func (x *FsckFinding) GetAge() *durationpb.Duration {
+	if x != nil {
+		return x.Age
+	}
+	return nil
+}
+
+func (x *FsckFinding) GetRepairable() bool {
+	if x != nil {
+		return x.Repairable
+	}
+	return false
+}
+
+func (x *FsckFinding) GetWhyNot() string {
+	if x != nil {
+		return x.WhyNot
+	}
+	return ""
+}
+
 // BackupRequest asks for a copy.
 type BackupRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -695,8 +776,12 @@ func (x *BackupRequest) GetCompact() bool {
 // BackupResponse is a piece of it.
 type BackupResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The bytes.
-	Data          []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// The bytes; empty in the last piece.
+	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// SHA-256 of all the bytes; in the last piece only.
+	Sha256 []byte `protobuf:"bytes,2,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	// How many bytes there are in all; in every piece.
+	TotalBytes    uint64 `protobuf:"varint,3,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -736,6 +821,20 @@ func (x *BackupResponse) GetData() []byte {
 		return x.Data
 	}
 	return nil
+}
+
+func (x *BackupResponse) GetSha256() []byte {
+	if x != nil {
+		return x.Sha256
+	}
+	return nil
+}
+
+func (x *BackupResponse) GetTotalBytes() uint64 {
+	if x != nil {
+		return x.TotalBytes
+	}
+	return 0
 }
 
 // ListEventsRequest filters and pages.
@@ -1003,19 +1102,33 @@ const file_berth_v1_admin_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\rR\x05value:\x028\x01\"%\n" +
 	"\vFsckRequest\x12\x16\n" +
-	"\x06repair\x18\x01 \x01(\bR\x06repair\"A\n" +
+	"\x06repair\x18\x01 \x01(\bR\x06repair\"\xc6\x01\n" +
 	"\fFsckResponse\x121\n" +
-	"\bfindings\x18\x01 \x03(\v2\x15.berth.v1.FsckFindingR\bfindings\"\x89\x01\n" +
+	"\bfindings\x18\x01 \x03(\v2\x15.berth.v1.FsckFindingR\bfindings\x12\x1c\n" +
+	"\tsandboxes\x18\x02 \x01(\rR\tsandboxes\x12\x1a\n" +
+	"\bmachines\x18\x03 \x01(\rR\bmachines\x12\x12\n" +
+	"\x04jobs\x18\x04 \x01(\rR\x04jobs\x12\x1a\n" +
+	"\brequests\x18\x05 \x01(\rR\brequests\x12\x19\n" +
+	"\bleft_out\x18\x06 \x01(\rR\aleftOut\"\x8b\x02\n" +
 	"\vFsckFinding\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
 	"\asubject\x18\x02 \x01(\tR\asubject\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
 	"\x06action\x18\x04 \x01(\tR\x06action\x12\x1a\n" +
-	"\brepaired\x18\x05 \x01(\bR\brepaired\")\n" +
+	"\brepaired\x18\x05 \x01(\bR\brepaired\x12\x1a\n" +
+	"\bprovider\x18\x06 \x01(\tR\bprovider\x12+\n" +
+	"\x03age\x18\a \x01(\v2\x19.google.protobuf.DurationR\x03age\x12\x1e\n" +
+	"\n" +
+	"repairable\x18\b \x01(\bR\n" +
+	"repairable\x12\x17\n" +
+	"\awhy_not\x18\t \x01(\tR\x06whyNot\")\n" +
 	"\rBackupRequest\x12\x18\n" +
-	"\acompact\x18\x01 \x01(\bR\acompact\"$\n" +
+	"\acompact\x18\x01 \x01(\bR\acompact\"]\n" +
 	"\x0eBackupResponse\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\"n\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12\x16\n" +
+	"\x06sha256\x18\x02 \x01(\fR\x06sha256\x12\x1f\n" +
+	"\vtotal_bytes\x18\x03 \x01(\x04R\n" +
+	"totalBytes\"n\n" +
 	"\x11ListEventsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -1084,25 +1197,26 @@ var file_berth_v1_admin_proto_depIdxs = []int32{
 	15, // 4: berth.v1.GetInfoResponse.sandboxes:type_name -> berth.v1.GetInfoResponse.SandboxesEntry
 	18, // 5: berth.v1.GetInfoResponse.oldest_orphan:type_name -> google.protobuf.Duration
 	8,  // 6: berth.v1.FsckResponse.findings:type_name -> berth.v1.FsckFinding
-	19, // 7: berth.v1.ListEventsResponse.events:type_name -> berth.v1.Event
-	19, // 8: berth.v1.WatchEventsResponse.event:type_name -> berth.v1.Event
-	2,  // 9: berth.v1.ProviderService.ListProviders:input_type -> berth.v1.ListProvidersRequest
-	4,  // 10: berth.v1.AdminService.GetInfo:input_type -> berth.v1.GetInfoRequest
-	6,  // 11: berth.v1.AdminService.Fsck:input_type -> berth.v1.FsckRequest
-	9,  // 12: berth.v1.AdminService.Backup:input_type -> berth.v1.BackupRequest
-	11, // 13: berth.v1.AdminService.ListEvents:input_type -> berth.v1.ListEventsRequest
-	13, // 14: berth.v1.AdminService.WatchEvents:input_type -> berth.v1.WatchEventsRequest
-	3,  // 15: berth.v1.ProviderService.ListProviders:output_type -> berth.v1.ListProvidersResponse
-	5,  // 16: berth.v1.AdminService.GetInfo:output_type -> berth.v1.GetInfoResponse
-	7,  // 17: berth.v1.AdminService.Fsck:output_type -> berth.v1.FsckResponse
-	10, // 18: berth.v1.AdminService.Backup:output_type -> berth.v1.BackupResponse
-	12, // 19: berth.v1.AdminService.ListEvents:output_type -> berth.v1.ListEventsResponse
-	14, // 20: berth.v1.AdminService.WatchEvents:output_type -> berth.v1.WatchEventsResponse
-	15, // [15:21] is the sub-list for method output_type
-	9,  // [9:15] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	18, // 7: berth.v1.FsckFinding.age:type_name -> google.protobuf.Duration
+	19, // 8: berth.v1.ListEventsResponse.events:type_name -> berth.v1.Event
+	19, // 9: berth.v1.WatchEventsResponse.event:type_name -> berth.v1.Event
+	2,  // 10: berth.v1.ProviderService.ListProviders:input_type -> berth.v1.ListProvidersRequest
+	4,  // 11: berth.v1.AdminService.GetInfo:input_type -> berth.v1.GetInfoRequest
+	6,  // 12: berth.v1.AdminService.Fsck:input_type -> berth.v1.FsckRequest
+	9,  // 13: berth.v1.AdminService.Backup:input_type -> berth.v1.BackupRequest
+	11, // 14: berth.v1.AdminService.ListEvents:input_type -> berth.v1.ListEventsRequest
+	13, // 15: berth.v1.AdminService.WatchEvents:input_type -> berth.v1.WatchEventsRequest
+	3,  // 16: berth.v1.ProviderService.ListProviders:output_type -> berth.v1.ListProvidersResponse
+	5,  // 17: berth.v1.AdminService.GetInfo:output_type -> berth.v1.GetInfoResponse
+	7,  // 18: berth.v1.AdminService.Fsck:output_type -> berth.v1.FsckResponse
+	10, // 19: berth.v1.AdminService.Backup:output_type -> berth.v1.BackupResponse
+	12, // 20: berth.v1.AdminService.ListEvents:output_type -> berth.v1.ListEventsResponse
+	14, // 21: berth.v1.AdminService.WatchEvents:output_type -> berth.v1.WatchEventsResponse
+	16, // [16:22] is the sub-list for method output_type
+	10, // [10:16] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_berth_v1_admin_proto_init() }

@@ -646,7 +646,8 @@ type JobRecord struct {
 	MachineId string `protobuf:"bytes,4,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
 	// The generation for which it was reserved.
 	Generation uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
-	// The guest's boot for which it was reserved.
+	// The guest's boot for which it was reserved; empty for a job that was RESERVED in a backup that the
+	// broker was started on, which is not started any more.
 	BootId string `protobuf:"bytes,6,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
 	// The ledger's revision at its last change.
 	Revision uint64 `protobuf:"varint,7,opt,name=revision,proto3" json:"revision,omitempty"`
@@ -1006,7 +1007,10 @@ type OperationRecord struct {
 	// The sandbox's generation when it was written down; what it boots is the next one.
 	Generation uint64 `protobuf:"varint,12,opt,name=generation,proto3" json:"generation,omitempty"`
 	// How often the machine was booted again because it stopped in the middle of the operation.
-	Reboots       uint32 `protobuf:"varint,13,opt,name=reboots,proto3" json:"reboots,omitempty"`
+	Reboots uint32 `protobuf:"varint,13,opt,name=reboots,proto3" json:"reboots,omitempty"`
+	// It was open in a backup that the broker was started on, so that what it did since is not known: it
+	// makes no machine anew.
+	Restored      bool `protobuf:"varint,14,opt,name=restored,proto3" json:"restored,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1130,6 +1134,13 @@ func (x *OperationRecord) GetReboots() uint32 {
 		return x.Reboots
 	}
 	return 0
+}
+
+func (x *OperationRecord) GetRestored() bool {
+	if x != nil {
+		return x.Restored
+	}
+	return false
 }
 
 // RequestRecord is the value of requests/<namespace>/<request_id>.
@@ -1471,7 +1482,7 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\x03env\x18\x01 \x03(\v2(.berth.record.v1.SandboxSecrets.EnvEntryR\x03env\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdf\x03\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xfb\x03\n" +
 	"\x0fOperationRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x122\n" +
@@ -1493,7 +1504,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\f \x01(\x04R\n" +
 	"generation\x12\x18\n" +
-	"\areboots\x18\r \x01(\rR\areboots\"\xc1\x01\n" +
+	"\areboots\x18\r \x01(\rR\areboots\x12\x1a\n" +
+	"\brestored\x18\x0e \x01(\bR\brestored\"\xc1\x01\n" +
 	"\rRequestRecord\x12\x1b\n" +
 	"\tbody_hash\x18\x01 \x01(\fR\bbodyHash\x12!\n" +
 	"\fhash_version\x18\x02 \x01(\rR\vhashVersion\x12\x16\n" +

@@ -1,0 +1,140 @@
+package cli
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/berth-sandbox/berth/client"
+)
+
+// partialSuffix is that of a backup that is not whole yet.
+const partialSuffix = ".partial"
+
+func (p *program) backupCommand() *cobra.Command {
+	var compact, force bool
+	cmd := &cobra.Command{
+		Use:   "backup FILE",
+		Short: "Copy the broker's ledger to a file, while it goes on",
+		Long: `Copy the broker's ledger to a file of this host, mode 0600: consistent, checked, on disk, or not at all.
+FILE may be -, for stdout. Until it is whole it is FILE.partial.
+
+Two things are not in it: the broker's key (the file key in its state directory, without which a backup
+can't be used: copy it once), and the kept output of jobs (the directory output there).
+docs/operations.md tells how a backup is restored.`,
+		Example: `  berth backup ledger.backup
+  berth backup --compact --force /mnt/backups/berth.db
+  berth backup - | zstd > ledger.zst`,
+		Args: exactlyOne("one file"),
+		ValidArgsFunction: func(_ *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+			if len(args) > 0 {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return nil, cobra.ShellCompDirectiveDefault
+		},
+	}
+	flags := cmd.Flags()
+	flags.BoolVar(&compact, "compact", false, "leave out free pages; the broker needs twice the room meanwhile")
+	flags.BoolVar(&force, "force", false, "replace a file that is there")
+	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
+		if args[0] == "-" {
+			return p.backupToStdout(ctx, c, compact)
+		}
+		if err := mayWrite(args[0], force); err != nil {
+			return err
+		}
+		return p.backupToFile(ctx, c, args[0], compact)
+	})
+	return cmd
+}
+
+func (p *program) backupToStdout(ctx context.Context, c *client.Client, compact bool) error {
+	if p.StdoutTerminal {
+		return usagef("a backup is no text for a terminal: name a file, or send stdout somewhere")
+	}
+	_, _, err := c.Backup(ctx, compact, p.Stdout)
+	return err
+}
+
+// mayWrite refuses to replace what is there, unless that is a file and is to be replaced.
+func mayWrite(path string, force bool) error {
+	info, err := os.Stat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return usagef("%s: %v", path, err)
+	case !info.Mode().IsRegular():
+		return usagef("%s is there and is no file: name another", path)
+	case !force:
+		return usagef("%s is there: name another file, or replace it with --force", path)
+	}
+	return nil
+}
+
+func (p *program) backupToFile(ctx context.Context, c *client.Client, path string, compact bool) (err error) {
+	partial := path + partialSuffix
+	if err := os.Remove(partial); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove what an earlier backup left: %w", err)
+	}
+	file, err := os.OpenFile(filepath.Clean(partial), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(partial))
+		}
+	}()
+	length, sum, err := backupTo(ctx, c, file, compact)
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(partial, path); err != nil {
+		return err
+	}
+	syncDir(filepath.Dir(path))
+	return p.showBackup(path, length, hex.EncodeToString(sum))
+}
+
+func backupTo(ctx context.Context, c *client.Client, file *os.File, compact bool) (length uint64, sum []byte, err error) {
+	length, sum, err = c.Backup(ctx, compact, file)
+	if err == nil {
+		err = file.Sync()
+	}
+	return length, sum, errors.Join(err, file.Close())
+}
+
+// syncDir makes a name in a directory durable, where the system can.
+func syncDir(path string) {
+	dir, err := os.Open(filepath.Clean(path))
+	if err != nil {
+		return
+	}
+	_, _ = dir.Sync(), dir.Close() // not every system syncs a directory; the file itself is on disk
+}
+
+func (p *program) showBackup(path string, length uint64, sum string) error {
+	switch p.output {
+	case outputID:
+		return p.printLine(path)
+	case outputJSON:
+		line, err := json.Marshal(struct {
+			File   string `json:"file"`
+			Bytes  uint64 `json:"bytes"`
+			SHA256 string `json:"sha256"`
+		}{path, length, sum})
+		if err != nil {
+			return fmt.Errorf("writing the backup's facts as JSON: %w", err)
+		}
+		return p.printLine(string(line))
+	}
+	return p.printLine(plain(fmt.Sprintf("%s: %s, sha256 %s", path, bytesWords(length), sum)))
+}
