@@ -529,8 +529,6 @@ func (s *Service) BootChanged(ctx context.Context, machineID string, hello *gues
 	return changed, err
 }
 
-// NewID makes an id of a kind: its prefix, and a ULID.
-func NewID(prefix string) string { return prefix + "_" + ulid.Make().String() }
 
 // SetupAttempts is how often a sandbox's setup is begun when something interrupts it.
 const SetupAttempts = 5
