@@ -119,7 +119,7 @@ func (w *world) begin(t *testing.T, sandbox, shell string) string {
 func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
 	t.Helper()
 	reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
-		SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}, TextOutput: true,
+		SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell},
 	})
 	if err != nil {
 		t.Fatalf("run %q: %v", shell, err)
@@ -191,6 +191,14 @@ func eventually(t *testing.T, what string, try func() error) {
 			t.Fatalf("%s: not after %s: %v", what, comesBack, err)
 		}
 	}
+}
+
+// brief is a context that ends by itself.
+func brief(t *testing.T, most time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), most)
+	t.Cleanup(cancel)
+	return ctx
 }
 
 func pause(d time.Duration) {
