@@ -120,6 +120,7 @@ func each(times int, do func()) {
 // machine with all its processes and its cgroup, and what lies in /run. What a test cannot do is give the
 // kernel another boot id; that a machine's processes are gone is told by its lock alone.
 func TestAHostThatRebootsLeavesSandboxesThatResume(t *testing.T) {
+	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t)
 	w.run(t, sandbox, "echo kept > kept")
@@ -243,6 +244,7 @@ func previous(t *testing.T) broker.Programs {
 }
 
 func TestTheNextBuildTakesOverTheLedgerAndTheGuestsOfTheOneBefore(t *testing.T) {
+	t.Parallel()
 	current := asked(t)
 	w := inhabit(t, broker.New(t, previous(t), "--provider", "local"))
 	w.Start(t)

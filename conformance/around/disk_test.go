@@ -119,6 +119,7 @@ func (w *world) refusedWhileFull(t *testing.T, doing string, call func(ctx conte
 }
 
 func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
+	t.Parallel()
 	w, d := onDisk(t, diskBytes)
 	sandbox, doomed := w.create(t), w.create(t)
 	type promise struct {
@@ -257,6 +258,7 @@ func (w *world) wantHonest(t *testing.T, job *berthv1.Job, wrote string) {
 }
 
 func TestABrokerBootsOnAFullDisk(t *testing.T) {
+	t.Parallel()
 	w, d := onDisk(t, diskBytes)
 	sandbox := w.create(t)
 	job := w.begin(t, sandbox, "echo begun; while [ ! -e go ]; do sleep 0.05; done; exit 6")
@@ -290,6 +292,7 @@ func (d disk) letGoAt(t *testing.T, w *world, _ string) {
 }
 
 func TestANewLedgerOnAFullDiskIsRefusedInOneLine(t *testing.T) {
+	t.Parallel()
 	programs := asked(t)
 	d := newDisk(t, 1<<20)
 	b := broker.New(t, programs, "--provider", "local")
@@ -317,6 +320,7 @@ func wantOneLine(t *testing.T, b *broker.Broker, words ...string) {
 }
 
 func TestAGuestOnAFullDiskCountsWhatItDrops(t *testing.T) {
+	t.Parallel()
 	w, d := onDisk(t, diskBytes)
 	sandbox := w.create(t)
 	const wrote = 4 << 20

@@ -243,7 +243,7 @@ func TestAFrozenBrokerComesBackToEverything(t *testing.T) {
 	w := start(t)
 	sandbox := w.create(t)
 	var jobs []string
-	for i := range int32(10) {
+	for i := range int32(8) {
 		jobs = append(jobs, w.begin(t, sandbox, fmt.Sprintf("echo begun; sleep %d; exit %d", 10*i, i)))
 	}
 	attached := make(chan error, 1)
