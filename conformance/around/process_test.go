@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -134,6 +135,32 @@ func TestABrokerWithoutDescriptorsRefusesClearlyAndLosesNothing(t *testing.T) {
 	another := w.create(t)
 	w.destroy(t, sandbox)
 	w.destroy(t, another)
+	w.quiet(t)
+}
+
+func TestOutputThatCannotBeWrittenForAWhileIsNotLost(t *testing.T) {
+	t.Parallel()
+	w := start(t)
+	sandbox := w.create(t)
+	job := w.begin(t, sandbox, "while [ ! -e go ]; do sleep 0.05; done; echo whole; exit 3")
+	inTheWay := filepath.Join(w.State(), "output", job, "stdout.0")
+	if err := os.MkdirAll(inTheWay, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	w.run(t, sandbox, "touch go")
+	eventually(t, "the broker has tried", func() error {
+		if len(w.logged(t, "is a directory")) == 0 {
+			return errors.New("it has not")
+		}
+		return nil
+	})
+	pause(time.Second)
+	if err := os.Remove(inTheWay); err != nil {
+		t.Fatal(err)
+	}
+	w.wantExit(t, job, 3)
+	w.wantOutput(t, job, "whole\n")
+	w.destroy(t, sandbox)
 	w.quiet(t)
 }
 
