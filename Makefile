@@ -56,6 +56,12 @@ race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
 
+# JOBS short jobs are run, three times over, in one of the tests: `make around JOBS=100000`.
+JOBS ?= 1200
+.PHONY: around
+around: $(TESTSUM) ## what happens around a broker: full disk, stepped clock, freeze, reboot, upgrade, many jobs (JOBS=1200)
+	BERTH_RUN=around BERTH_JOBS=$(JOBS) $(TESTSUM) -vet=off -count=1 -parallel 8 -timeout 4h ./conformance/around
+
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance

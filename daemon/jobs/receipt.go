@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"syscall"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -266,6 +267,9 @@ func (s *Service) copyRange(ctx context.Context, machineID, jobID string, stream
 		}
 		chunk := data.GetData()[:min(uint64(len(data.GetData())), to-offset)]
 		if err := s.output.write(jobID, stream, from, offset, chunk); err != nil {
+			if !noRoom(err) {
+				return offset, err // it passes, as a lack of descriptors does: the guest has it as long
+			}
 			s.opts.Log.Error("output is not kept", "job", jobID, "stream", streamName(stream), "offset", offset, "error", err)
 			return offset, nil
 		}
@@ -273,6 +277,9 @@ func (s *Service) copyRange(ctx context.Context, machineID, jobID string, stream
 	}
 	return offset, nil
 }
+
+// noRoom reports whether the disk is full, or the quota on it.
+func noRoom(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
 func (s *Service) readInGuest(ctx context.Context, machineID string, request *guestv1.ReadRequest) (*guestv1.ReadResponse, error) {
 	var response *guestv1.ReadResponse

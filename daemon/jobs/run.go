@@ -153,17 +153,19 @@ func (s *Service) recordAttached(job *recordv1.JobRecord) {
 	record.Stdout, record.Stderr = notKept(job.GetStdout()), notKept(job.GetStderr())
 	s.setAttached(record)
 	defer s.afterCommit(record.GetId(), "")
-	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
-		known, err := tx.Job(record.GetId())
-		if err != nil {
-			return err
-		}
-		if isDone(known) { // from the guest's own word, which knows less of it
-			known.Spec, known.CreateTime = record.GetSpec(), record.GetCreateTime()
-			return tx.PutJob(known, "", "")
-		}
-		return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
-	})
+	s.opts.Store.UpdateLater(func(tx *store.Tx) error { return putAttached(tx, record) })
+}
+
+func putAttached(tx *store.Tx, record *recordv1.JobRecord) error {
+	known, err := tx.Job(record.GetId())
+	if err != nil {
+		return err
+	}
+	if isDone(known) { // from the guest's own word, which knows less of it
+		known.Spec, known.CreateTime = record.GetSpec(), record.GetCreateTime()
+		return tx.PutJob(known, "", "")
+	}
+	return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
 }
 
 // spendEvery is how long attached commands gather before the ledger and their guests are done with
@@ -200,8 +202,13 @@ func (s *Service) spend() {
 		if len(recorded) == 0 {
 			return
 		}
-		// Behind all that was handed to the ledger before.
-		if err := s.opts.Store.Update(s.ctx, func(*store.Tx) error { return nil }); err != nil {
+		if err := s.makeSure(recorded); err != nil {
+			s.putOff(recorded, spent)
+			if s.ctx.Err() != nil {
+				return
+			}
+			s.opts.Log.Warn("cannot record attached commands; it is tried again", "commands", len(recorded), "error", err)
+			pause(s.ctx, followRetry)
 			continue
 		}
 		for _, id := range recorded {
@@ -212,6 +219,53 @@ func (s *Service) spend() {
 				s.forget(s.ctx, machineID, part...)
 			}
 		}
+	}
+}
+
+// makeSure returns when the ledger has these attached commands, and writes those down that a full disk
+// kept out of it.
+func (s *Service) makeSure(ids []string) error {
+	// Behind all that was handed to the ledger before.
+	if err := s.opts.Store.Update(s.ctx, func(*store.Tx) error { return nil }); err != nil {
+		return err
+	}
+	var missing []string
+	err := s.opts.Store.View(func(tx *store.Tx) error {
+		for _, id := range ids {
+			job, err := tx.Job(id)
+			if err != nil {
+				return err
+			}
+			if !isDone(job) {
+				missing = append(missing, id)
+			}
+		}
+		return nil
+	})
+	if err != nil || len(missing) == 0 {
+		return err
+	}
+	return s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
+		for _, id := range missing {
+			record := s.attachedHere(id)
+			if !isDone(record) {
+				continue // somebody else records its end
+			}
+			if err := putAttached(tx, record); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// putOff gives back what spend could not be done with.
+func (s *Service) putOff(recorded []string, spent map[string][]string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.recorded = append(s.recorded, recorded...)
+	for machineID, ids := range spent {
+		s.spent[machineID] = append(s.spent[machineID], ids...)
 	}
 }
 

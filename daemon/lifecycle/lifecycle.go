@@ -279,9 +279,19 @@ func (s *Service) settled(ctx context.Context, id string) (*recordv1.SandboxReco
 			return nil, WantRunning(sandbox)
 		}
 		if err := s.join(ctx, sandbox.GetOperationId()); err != nil {
-			return nil, fmt.Errorf("sandbox %s is still %s, and goes on without you: %w", id, StateName(sandbox.GetState()), err)
+			return nil, fmt.Errorf("sandbox %s is still %s, and goes on without you%s: %w", id, StateName(sandbox.GetState()), s.trouble(id), err)
 		}
 	}
+}
+
+// trouble says why an operation takes so long, for an error's text; empty where it is not known to be in
+// trouble.
+func (s *Service) trouble(sandboxID string) string {
+	sandbox, err := s.sandbox(sandboxID)
+	if err != nil || sandbox.GetLastError() == nil {
+		return ""
+	}
+	return " (its last attempt: " + sandbox.GetLastError().GetMessage() + ")"
 }
 
 func isDestroying(sandbox *recordv1.SandboxRecord) bool {
@@ -389,7 +399,7 @@ func (s *Service) Destroy(ctx context.Context, call Call, id string) (*recordv1.
 			return sandbox, err
 		}
 		if err := s.join(ctx, sandbox.GetOperationId()); err != nil {
-			return nil, fmt.Errorf("sandbox %s is being destroyed, which goes on without you: %w", id, err)
+			return nil, fmt.Errorf("sandbox %s is being destroyed, which goes on without you%s: %w", id, s.trouble(id), err)
 		}
 	}
 }
@@ -542,8 +552,6 @@ func (s *Service) BootChanged(ctx context.Context, machineID string, hello *gues
 	return changed, err
 }
 
-// NewID makes an id of a kind: its prefix, and a ULID.
-func NewID(prefix string) string { return prefix + "_" + ulid.Make().String() }
 
 // SetupAttempts is how often a sandbox's setup is begun when something interrupts it.
 const SetupAttempts = 5

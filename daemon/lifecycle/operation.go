@@ -39,6 +39,9 @@ type failure struct {
 type run struct {
 	cancel context.CancelFunc
 	done   chan struct{}
+	// unwritten takes the error of a step that the ledger has no room for, if somebody waits: it is tried
+	// again for as long as that lasts, which a caller should not have to sit through.
+	unwritten chan error
 }
 
 // ResumeOperations launches every operation that the ledger has open; once, at start.
@@ -63,7 +66,7 @@ func (s *Service) launch(id, overtakes string) {
 	}
 	overtaken := s.running[overtakes]
 	ctx, cancel := context.WithCancel(s.ctx)
-	r := &run{cancel: cancel, done: make(chan struct{})}
+	r := &run{cancel: cancel, done: make(chan struct{}), unwritten: make(chan error)}
 	s.running[id] = r
 	s.wg.Add(1)
 	go func() {
@@ -73,7 +76,7 @@ func (s *Service) launch(id, overtakes string) {
 			overtaken.cancel()
 			<-overtaken.done
 		}
-		s.carryOut(ctx, id)
+		s.carryOut(ctx, id, r)
 		s.mu.Lock()
 		delete(s.failing, id)
 		delete(s.running, id)
@@ -93,6 +96,8 @@ func (s *Service) join(ctx context.Context, id string) error {
 	select {
 	case <-r.done:
 		return nil
+	case err := <-r.unwritten:
+		return err
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-s.drained:
@@ -131,7 +136,7 @@ func stopping() error {
 }
 
 // carryOut takes an operation step by step to its end.
-func (s *Service) carryOut(ctx context.Context, id string) {
+func (s *Service) carryOut(ctx context.Context, id string, r *run) {
 	for ctx.Err() == nil {
 		operation, err := s.due(ctx, id)
 		if err != nil || operation == nil {
@@ -157,8 +162,22 @@ func (s *Service) carryOut(ctx context.Context, id string) {
 			log.Warn("step failed", "attempt", operation.GetAttempts()+1, "error", err)
 			if err := s.failed(ctx, operation, err); err != nil && ctx.Err() == nil {
 				log.Error("cannot record a failed step", "error", err)
+				r.tell(err)
 				pause(ctx, retryMost)
 			}
+			r.tell(err)
+		}
+	}
+}
+
+// tell tells everybody who waits for the operation now that the ledger has no room for its next step, if
+// that is what the error says.
+func (r *run) tell(cause error) {
+	for fault.Is(cause, fault.StoreFull) {
+		select {
+		case r.unwritten <- cause:
+		default:
+			return
 		}
 	}
 }

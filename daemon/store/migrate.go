@@ -54,7 +54,7 @@ func (s *Store) migrate(steps []migration) error {
 	// os.Exit(137)
 
 	if err != nil {
-		return fmt.Errorf("bring the ledger %s from schema %d to %d: %w: nothing of it was changed", s.path, have, newest, err)
+		return fmt.Errorf("bring the ledger %s from schema %d to %d: %w: nothing of it was changed%s", s.path, have, newest, err, remedy(err))
 	}
 	return nil
 }

@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
@@ -151,8 +152,23 @@ func openFileLocked(path string, timeout time.Duration, openFile opener) (db *bo
 	case errors.Is(err, berrors.ErrInvalid), errors.Is(err, berrors.ErrVersionMismatch), errors.Is(err, berrors.ErrChecksum):
 		return nil, fmt.Errorf("open the ledger %s: it is not a ledger, or both of its heads are damaged (%w): point berthd at its own state directory, or restore a copy of it", path, err)
 	default:
-		return nil, fmt.Errorf("open the ledger %s: %w", path, err)
+		return nil, fmt.Errorf("open the ledger %s: %w%s", path, err, remedy(err))
 	}
+}
+
+// remedy says what helps against an error of the file system; empty where that is not known.
+func remedy(err error) string {
+	switch {
+	case full(err):
+		return ": free disk space and start berthd again"
+	case errors.Is(err, syscall.EROFS):
+		return ": mount the file system for writing, or use another state directory"
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		return ": raise the limit on open files (ulimit -n, LimitNOFILE=)"
+	case errors.Is(err, fs.ErrPermission):
+		return ": run berthd as the user that owns it, or use another state directory"
+	}
+	return ""
 }
 
 // prepare brings the file to the newest schema and reads what does not change while it is open.

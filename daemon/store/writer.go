@@ -287,8 +287,7 @@ func commitSafely(tx *Tx) (err error) {
 // is clean as long as the new head was not written: the next transaction starts from the old one.
 // Everything else leaves open what a restart would find, so this process must not go on.
 func (s *Store) commitFailed(err error, number int) error {
-	full := errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
-	if full && s.lastNumber() < number {
+	if full(err) && s.lastNumber() < number {
 		return fault.New(fault.StoreFull, "write the ledger %s: %w: free disk space and try again", s.path, err)
 	}
 	failure := error(fault.New(fault.StoreFailed, "write the ledger %s: %w: whether it is on disk is open until berthd is restarted", s.path, err))
@@ -296,6 +295,9 @@ func (s *Store) commitFailed(err error, number int) error {
 	s.fatal(failure)
 	return failure
 }
+
+// full reports whether a disk, or a quota on it, has no room.
+func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
 // lastNumber returns the number of the newest transaction whose head can be read.
 func (s *Store) lastNumber() int {

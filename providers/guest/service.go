@@ -173,6 +173,8 @@ func codeOf(kind supervise.Kind) codes.Code {
 		return codes.FailedPrecondition
 	case supervise.Unsupported:
 		return codes.Unimplemented
+	case supervise.NoRoom:
+		return codes.ResourceExhausted
 	case supervise.Failed:
 	}
 	return codes.Internal

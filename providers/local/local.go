@@ -314,11 +314,21 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	return dialer, nil
 }
 
+// remedies are what helps where the host has no room, by what it says then.
+var remedies = map[syscall.Errno]string{
+	syscall.ENOSPC: "free disk space in berthd's state directory",
+	syscall.EDQUOT: "free disk space in berthd's state directory, or raise the quota",
+	syscall.ENOMEM: "free memory",
+	syscall.EAGAIN: "raise the limit on processes (ulimit -u, TasksMax=)",
+	syscall.EMFILE: "raise the limit on open files of berthd (ulimit -n, LimitNOFILE=)",
+	syscall.ENFILE: "raise the host's limit on open files (fs.file-max)",
+}
+
 // classify gives an error that the kernel gave us the kind that the broker tells apart.
 func classify(err error) error {
-	for _, full := range []error{syscall.ENOSPC, syscall.EDQUOT, syscall.ENOMEM, syscall.EAGAIN, syscall.EMFILE, syscall.ENFILE} {
+	for full := range remedies {
 		if errors.Is(err, full) {
-			return fmt.Errorf("%w: %w", err, providers.ErrCapacity)
+			return fmt.Errorf("%w: %w: %s", err, providers.ErrCapacity, remedies[full])
 		}
 	}
 	for _, definite := range []error{fs.ErrPermission, syscall.EROFS, syscall.ENOEXEC, syscall.ENOLCK, syscall.ENAMETOOLONG} {

@@ -116,7 +116,7 @@ func (s *Supervisor) reserve(j *job, r *guestv1.StartRequest) error {
 		return refuse(Precondition, ReasonForgotten, "job %s: %v", j.id, record.ErrForgotten)
 	}
 	if err != nil {
-		return refuse(Failed, "", "job %s did not begin: %v", j.id, err)
+		return failed(err, "job %s did not begin", j.id)
 	}
 	return nil
 }

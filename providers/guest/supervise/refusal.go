@@ -1,6 +1,10 @@
 package supervise
 
-import "fmt"
+import (
+	"errors"
+	"fmt"
+	"syscall"
+)
 
 // Kind is the kind of a refusal.
 type Kind int
@@ -12,6 +16,7 @@ const (
 	Precondition             // not in this state; Reason says which
 	Unsupported              // this guest cannot do it
 	Failed                   // the machine could not do it
+	NoRoom                   // the machine's disk is full
 )
 
 // The reasons of refusals, for programs.
@@ -38,7 +43,15 @@ type Refusal struct {
 func (r *Refusal) Error() string { return r.Text }
 
 func refuse(kind Kind, reason, format string, args ...any) error {
-	return &Refusal{Kind: kind, Reason: reason, Text: fmt.Sprintf(format, args...)}
+	return &Refusal{Kind: kind, Reason: reason, Text: fmt.Errorf(format, args...).Error()}
+}
+
+// failed refuses for what the system said: a full disk, which clears, is told from anything else.
+func failed(err error, format string, args ...any) error {
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+		return refuse(NoRoom, "", format+": %w: free disk space in the machine and try again", append(args, err)...)
+	}
+	return refuse(Failed, "", format+": %w", append(args, err)...)
 }
 
 func unknown(id string) error { return refuse(Unknown, "", "no job %q in this machine", id) }

@@ -226,7 +226,7 @@ func (s *Supervisor) forget(jobs ...*job) error {
 		}
 	}
 	if err := s.Records.Bury(durable, others); err != nil {
-		return refuse(Failed, "", "forget %d jobs: %v", len(jobs), err)
+		return failed(err, "forget %d jobs", len(jobs))
 	}
 	for _, j := range jobs {
 		s.table.drop(j)
