@@ -1,0 +1,380 @@
+package robust
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+)
+
+// clockSlack is how far the broker's log, whose times are wall clock in milliseconds, and the history
+// may disagree about when a fault struck.
+const clockSlack = int64(time.Second)
+
+// startDeadline is the API's default: a job that was reserved longer ago may be given up as expired.
+const startDeadline = int64(time.Minute)
+
+// Report is what a check of a history found.
+type Report struct {
+	Problems []string       // what must not be; none in a good run
+	Checks   map[string]int // how often each thing was checked
+}
+
+// Check checks a whole history: see README.md for what must hold.
+func Check(events []Event) Report {
+	c := &checker{
+		plans: map[string]*Plan{}, starts: map[string]int{}, jobs: map[string]*jobView{}, byToken: map[string]string{},
+		destroyed: map[string]int64{}, disturbed: map[string][]Event{}, alive: map[boot]int64{}, report: Report{Checks: map[string]int{}},
+	}
+	for i := range events {
+		c.gather(&events[i])
+	}
+	c.gatherAlive()
+	for i := range events {
+		c.checkEvent(&events[i])
+	}
+	for _, id := range sorted(c.jobs) {
+		c.checkJob(c.jobs[id])
+	}
+	for token, n := range c.starts {
+		c.count("starts of a command")
+		if n > 1 {
+			c.wrong("the command %s began %d times", token, n)
+		}
+	}
+	problems, checked := linear(events)
+	c.report.Checks["orders of calls"] = checked
+	c.report.Problems = append(c.report.Problems, problems...)
+	return c.report
+}
+
+type checker struct {
+	plans     map[string]*Plan // by token
+	starts    map[string]int   // by token
+	jobs      map[string]*jobView
+	byToken   map[string]string // a job's id
+	destroyed map[string]int64  // sandboxes that somebody asked to destroy, since when
+	disturbed map[string][]Event
+	alive     map[boot]int64 // when a boot's guest was certainly alive, for the last time
+	report    Report
+}
+
+// boot is one life of a machine's guest.
+type boot struct {
+	machine    string
+	generation uint64
+}
+
+// jobView is what a history tells of one job.
+type jobView struct {
+	first        Job // as it was first shown
+	begin        int64
+	acknowledged int64 // the end of the first reply that named it
+	settled      bool  // shown as DONE when everything was quiet
+	seen         *Job  // with its outcome, as first told
+	seenAt       int64
+	attached     bool // only its guest knew it at first
+	recorded     bool // it was asked for with a request id, or detached
+	unkept       bool // its receipt keeps no output
+	stopped      bool // somebody asked to stop it
+	signals      []uint32
+	changed      string
+}
+
+func (c *checker) wrong(format string, args ...any) {
+	c.report.Problems = append(c.report.Problems, fmt.Sprintf(format, args...))
+}
+
+func (c *checker) count(what string) { c.report.Checks[what]++ }
+
+func (c *checker) gather(e *Event) {
+	switch e.Kind {
+	case KindProblem:
+		c.wrong("%s: %s", e.Op, e.Error)
+	case KindStarts:
+		c.starts[e.Token] = e.Count
+	case KindDisturb:
+		c.disturbed[e.Machine] = append(c.disturbed[e.Machine], *e)
+	case KindCall:
+		c.gatherCall(e)
+	}
+}
+
+func (c *checker) gatherCall(e *Event) {
+	if e.Plan != nil {
+		c.plans[e.Plan.Token] = e.Plan
+	}
+	if e.Op == "DestroySandbox" {
+		if first, known := c.destroyed[e.Sandbox]; !known || e.Begin < first {
+			c.destroyed[e.Sandbox] = e.Begin
+		}
+	}
+	for i := range e.Jobs {
+		c.gatherJob(e, &e.Jobs[i])
+	}
+	if e.Op == "StopJob" || e.Op == "SignalJob" {
+		if view := c.jobs[e.ID]; view != nil {
+			view.stopped = view.stopped || e.Op == "StopJob"
+			view.signals = append(view.signals, uint32(e.Count))
+		}
+	}
+}
+
+func (c *checker) gatherJob(e *Event, job *Job) {
+	view := c.jobs[job.ID]
+	if view == nil {
+		view = &jobView{first: *job, begin: e.Begin, acknowledged: e.End}
+		c.jobs[job.ID] = view
+	}
+	view.begin, view.acknowledged = min(view.begin, e.Begin), min(view.acknowledged, e.End)
+	if e.Token != "" {
+		view.attached = view.attached || e.RequestID == "" && e.Op != "StartJob"
+		view.recorded = view.recorded || e.RequestID != "" || e.Op == "StartJob"
+	}
+	if token := firstOf(job.Token, e.Token); token != "" {
+		view.first.Token = token
+		if other, known := c.byToken[token]; known && other != job.ID {
+			c.wrong("the command %s has two jobs, %s and %s", token, other, job.ID)
+		}
+		c.byToken[token] = job.ID
+	}
+	view.settled = view.settled || e.Client == 0 && job.State == "DONE"
+	view.unkept = view.unkept || !job.Kept || view.attached && !view.recorded
+	if job.Cause == "" {
+		return
+	}
+	if view.seen == nil {
+		view.seen, view.seenAt = job, e.End
+		return
+	}
+	c.count("outcomes told again")
+	view.seenAt = min(view.seenAt, e.End)
+	if !sameOutcome(view.seen, job) && view.changed == "" {
+		view.changed = fmt.Sprintf("job %s (%s) ended as %s, and later as %s", job.ID, view.first.Token, outcome(view.seen), outcome(job))
+	}
+}
+
+func sameOutcome(a, b *Job) bool {
+	return a.Cause == b.Cause && (a.Code == nil) == (b.Code == nil) && (a.Code == nil || *a.Code == *b.Code) && a.Signal == b.Signal
+}
+
+func outcome(j *Job) string {
+	code := "no code"
+	if j.Code != nil {
+		code = fmt.Sprint("code ", *j.Code)
+	}
+	return fmt.Sprintf("%s (%s, %q)", j.Cause, code, j.Reason)
+}
+
+// checkEvent checks what one reply said by itself.
+func (c *checker) checkEvent(e *Event) {
+	if e.Kind != KindCall {
+		return
+	}
+	if e.Result == "JOB_NOT_FOUND" {
+		view := c.jobs[e.ID]
+		c.count("answers about jobs that are not there")
+		if view != nil && view.acknowledged < e.Begin && !c.mayBeForgotten(view, e.End) {
+			c.wrong("job %s (%s) was told of and is forgotten: %s says JOB_NOT_FOUND", e.ID, view.first.Token, e.Op)
+		}
+	}
+	if e.Result == "INTERNAL" {
+		c.wrong("%s was answered with a defect of the broker: %s", e.Op, e.Error)
+	}
+	if e.Result == ResultOK && (e.State == "LOST" || e.State == "STOPPED") {
+		c.count("sandboxes whose machine stopped or is gone")
+		c.checkDisturbed(e)
+	}
+	c.checkPieces(e)
+}
+
+// checkDisturbed wants a reason for a sandbox whose machine does not run although nobody parked it.
+func (c *checker) checkDisturbed(e *Event) {
+	for _, d := range c.disturbed[e.Machine] {
+		if d.Begin-clockSlack <= e.End && (e.State == "STOPPED" || d.Op == "vanish") {
+			return
+		}
+	}
+	c.wrong("sandbox %s is %s, and nothing was done to its machine %s that explains it", e.Sandbox, e.State, e.Machine)
+}
+
+// mayBeForgotten is true of an attached command that only its guest knew, when that guest is gone.
+func (c *checker) mayBeForgotten(view *jobView, until int64) bool {
+	return view.attached && !view.recorded && c.machineLost(view, until)
+}
+
+// gatherAlive learns from jobs that came to their own end that the guest lived when they were asked for:
+// what was done to it before did not end it.
+func (c *checker) gatherAlive() {
+	for _, view := range c.jobs {
+		if view.seen != nil && view.seen.Cause == "EXITED" {
+			of := boot{view.first.Machine, view.first.Generation}
+			c.alive[of] = max(c.alive[of], view.begin)
+		}
+	}
+}
+
+// machineLost says whether something was done to a job's machine that can have ended its boot, or its
+// sandbox was to be destroyed. A broker that is killed again and again takes a while to notice that a
+// guest is gone, so what was done may be older than the job.
+func (c *checker) machineLost(view *jobView, until int64) bool {
+	if since, asked := c.destroyed[view.first.Sandbox]; asked && since <= until {
+		return true
+	}
+	return slices.ContainsFunc(c.disturbed[view.first.Machine], func(d Event) bool {
+		return d.Begin-clockSlack <= until && d.End+clockSlack >= min(view.begin, c.alive[boot{view.first.Machine, view.first.Generation}])
+	})
+}
+
+// checkPieces compares every byte with what the plan says, and every reply's pieces with one another:
+// each byte comes once, in order.
+func (c *checker) checkPieces(e *Event) {
+	next := map[string]uint64{}
+	for _, piece := range e.Pieces {
+		id := firstOf(piece.Job, e.ID)
+		stream := id + map[bool]string{false: "/stdout", true: "/stderr"}[piece.Stderr]
+		view := c.jobs[id]
+		if view == nil || c.plans[view.first.Token] == nil {
+			continue
+		}
+		if at, known := next[stream]; known && at != piece.Offset {
+			c.wrong("%s of %s went on at offset %d after %d", e.Op, stream, piece.Offset, at)
+		}
+		next[stream] = piece.Offset + piece.Bytes
+		c.count("pieces of output")
+		c.checkPiece(e, view, stream, piece)
+	}
+	if e.Whole {
+		c.checkWhole(e, next)
+	}
+}
+
+func (c *checker) checkPiece(e *Event, view *jobView, stream string, piece Piece) {
+	expected := expectedOutput(c.plans[view.first.Token], piece.Stderr)
+	end := piece.Offset + piece.Bytes
+	switch {
+	case piece.Gap && view.unkept:
+	case piece.Gap:
+		c.wrong("%s of %s (%s): bytes %d to %d are said to be dropped, and nothing limits its output", e.Op, stream, view.first.Token, piece.Offset, end)
+	case end > uint64(len(expected)):
+		c.wrong("%s of %s (%s) has %d bytes, and the command writes %d", e.Op, stream, view.first.Token, end, len(expected))
+	case Sum(expected[piece.Offset:end]) != piece.Sum:
+		c.wrong("%s of %s (%s): bytes %d to %d are not those that the command writes", e.Op, stream, view.first.Token, piece.Offset, end)
+	}
+}
+
+// checkWhole wants all that a command wrote that exited by itself.
+func (c *checker) checkWhole(e *Event, next map[string]uint64) {
+	view := c.jobs[e.ID]
+	if view == nil || view.seen == nil || view.seen.Cause != "EXITED" {
+		return
+	}
+	plan := c.plans[view.first.Token]
+	if plan == nil {
+		return
+	}
+	c.count("whole outputs")
+	for _, stderr := range []bool{false, true} {
+		want := uint64(len(expectedOutput(plan, stderr)))
+		least := want
+		if plan.Work == WorkChild && !stderr && (view.stopped || c.machineLost(view, e.End)) {
+			least = uint64(len(plan.Token) + 1) // the child may have been killed
+		}
+		got := next[e.ID+map[bool]string{false: "/stdout", true: "/stderr"}[stderr]]
+		if got < least || got > want {
+			c.wrong("job %s (%s) exited by itself and has %d bytes of %s, want %d", e.ID, plan.Token, got,
+				map[bool]string{false: "stdout", true: "stderr"}[stderr], want)
+		}
+	}
+}
+
+func expectedOutput(plan *Plan, stderr bool) []byte {
+	if stderr {
+		return plan.Stderr()
+	}
+	return plan.Stdout()
+}
+
+// checkJob checks what all replies together said of a job.
+func (c *checker) checkJob(view *jobView) {
+	c.count("jobs")
+	if view.changed != "" {
+		c.wrong("%s", view.changed)
+	}
+	if !view.settled && !c.mayBeForgotten(view, math.MaxInt64-clockSlack) {
+		c.wrong("job %s (%s) was told of, and has no outcome when all is quiet", view.first.ID, view.first.Token)
+	}
+	if view.seen == nil {
+		return
+	}
+	if why := c.untrue(view); why != "" {
+		c.wrong("job %s (%s) ended as %s: %s", view.first.ID, view.first.Token, outcome(view.seen), why)
+	}
+}
+
+// untrue says why an outcome can't be what the command did; empty when it can.
+func (c *checker) untrue(view *jobView) string {
+	c.count("outcomes")
+	plan, end := c.plans[view.first.Token], view.seen
+	starts, counted := c.starts[view.first.Token]
+	switch end.Cause {
+	case "EXITED":
+		switch {
+		case end.Code == nil || end.Reason != "":
+			return "an exit has a code and no other reason"
+		case plan == nil: // an attached command that was found again: nobody knows which
+		case *end.Code != int32(plan.Code):
+			return fmt.Sprintf("it exits with %d", plan.Code)
+		case plan.Work == WorkEndless && len(view.signals) == 0:
+			return "it does not end by itself"
+		case counted && starts != 1:
+			return fmt.Sprintf("its command began %d times", starts)
+		}
+	case "SIGNALED":
+		if !slices.Contains(view.signals, end.Signal) {
+			return fmt.Sprintf("nobody sent signal %d", end.Signal)
+		}
+	case "STOPPED":
+		if _, destroyed := c.destroyed[view.first.Sandbox]; !view.stopped && !destroyed && !(view.attached && strings.HasPrefix(end.Reason, "disconnected")) {
+			return "nobody asked for that"
+		}
+	case "TIMED_OUT":
+		if plan != nil && plan.TimeoutMS == 0 {
+			return "it has no timeout"
+		}
+	case "LOST":
+		switch {
+		case end.Code != nil:
+			return "what is lost has no code"
+		case view.attached && strings.HasPrefix(end.Reason, "disconnected"):
+		case !c.machineLost(view, view.seenAt):
+			return "nothing was done to its machine that explains it"
+		}
+	case "FAILED_TO_START":
+		if !strings.HasPrefix(end.Reason, "expired") || view.seenAt-view.begin < startDeadline || starts > 0 {
+			return "it can be started"
+		}
+	default:
+		return "nothing here ends so"
+	}
+	return ""
+}
+
+func firstOf(texts ...string) string {
+	for _, text := range texts {
+		if text != "" {
+			return text
+		}
+	}
+	return ""
+}
+
+func sorted(jobs map[string]*jobView) []string {
+	ids := make([]string, 0, len(jobs))
+	for id := range jobs {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	return ids
+}
