@@ -16,7 +16,7 @@ import (
 // Tuning.
 const (
 	callMost     = 10 * time.Second // one try
-	insistMost   = 25 * time.Second // all tries of one request
+	insistMost   = 8 * time.Second  // all tries of one request
 	sandboxesMax = 4                // at once; more are made only when some are gone
 	copiesMax    = 3                // of one request, at the same time
 	waitMost     = 600              // milliseconds, of a long poll
@@ -173,7 +173,7 @@ func (a *actor) insist(ctx context.Context, random *rand.Rand, e Event, call fun
 		if err == nil || !comeBack[client.Reason(err)] || time.Since(begun) > insistMost || ctx.Err() != nil {
 			return err
 		}
-		pause(time.Duration(10+random.IntN(140)) * time.Millisecond)
+		pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
 	}
 }
 

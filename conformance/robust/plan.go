@@ -26,7 +26,7 @@ const (
 	maxPauseMS    = 40
 	maxBulkBytes  = 600 << 10
 	maxInputBytes = 96 << 10
-	childMS       = 150
+	maxChildMS    = 2000
 )
 
 // Plan is what a command does and how it must end when nothing ends it before: everything about it
@@ -52,6 +52,8 @@ func NewPlan(random *rand.Rand, token string, works ...Work) Plan {
 		}
 	case WorkBulk:
 		p.Bytes = 1 + random.IntN(maxBulkBytes)
+	case WorkChild:
+		p.PauseMS = 1 + random.IntN(maxChildMS)
 	case WorkCat, WorkGiven:
 		p.Bytes = 1 + random.IntN(maxInputBytes)
 	case WorkEndless:
@@ -80,7 +82,7 @@ func (p Plan) Script(counter string) string {
 	case WorkCat, WorkGiven:
 		return begin + "cat" + end
 	case WorkChild:
-		return begin + fmt.Sprintf("(sleep %.3f; echo late) & echo %s", float64(childMS)/1000, p.Token) + end
+		return begin + fmt.Sprintf("(sleep %.3f; echo late) & echo %s", float64(p.PauseMS)/1000, p.Token) + end
 	}
 	return "exit 99"
 }

@@ -375,6 +375,36 @@ func TestJobsOfADestroyedSandboxKeepWhatIsKnownOfThem(t *testing.T) {
 	}
 }
 
+func TestAJobThatIsOverTakesNoInputEvenWhenItsMachineIsGone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, &berthv1.JobSpec{Shell: "cat", Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}})
+	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+	must(t, err)
+	if _, err := w.WriteInput(w.ctx, call("input", ""), job.GetId(), 0, []byte("late"), false); !fault.Is(err, fault.WrongState) {
+		t.Errorf("its input is refused with %v, want WRONG_STATE: it would be fed again and again", err)
+	}
+}
+
+func TestAJobThatLeftAChildBehindIsSealedWhenItsSandboxIsDestroyed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, shell("sleep 100 & echo left"))
+	done := w.done(job.GetId())
+	w.wantExit(done, 0)
+	if done.GetStdout().GetSealed() {
+		t.Fatal("its output is sealed although a child holds it")
+	}
+	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+	must(t, err)
+	if data, _ := w.readAll(job.GetId(), stdout); string(data) != "left\n" {
+		t.Errorf("it wrote %q", data)
+	}
+	w.wantExit(w.record(job.GetId()), 0)
+}
+
 func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -306,3 +306,13 @@ func TestAnotherBrokersMachineIsLeftAlone(t *testing.T) {
 	}
 	wantState(t, p, "m_a", providers.MachineRunning)
 }
+
+func TestAMachineThatACrashLeftHalfMadeIsRemovedAtTheNextStart(t *testing.T) {
+	p, dir := open(t)
+	must(t, p.Close())
+	must(t, os.Mkdir(filepath.Join(dir, "m", newPrefix+"123"), 0o700))
+	p = again(t, dir)
+	if left, err := p.World().Machines(); err != nil || len(left) > 0 {
+		t.Fatalf("machines %v are left (%v)", left, err)
+	}
+}
