@@ -80,6 +80,10 @@ type jobView struct {
 	stopped      bool // somebody asked to stop it
 	signals      []uint32
 	changed      string
+	// lostLater is when an attached command without a request id was told as lost after it had been
+	// told with an outcome: its record is written behind its answer, and when the broker dies before
+	// that, only the guest has it.
+	lostLater int64
 }
 
 func (c *checker) wrong(format string, args ...any) {
@@ -150,6 +154,10 @@ func (c *checker) gatherJob(e *Event, job *Job) {
 	}
 	c.count("outcomes told again")
 	view.seenAt = min(view.seenAt, e.End)
+	if job.Cause == "LOST" && view.attached && !view.recorded && view.seen.Cause != "LOST" {
+		view.lostLater = e.End
+		return
+	}
 	if !sameOutcome(view.seen, job) && view.changed == "" {
 		view.changed = fmt.Sprintf("job %s (%s) ended as %s, and later as %s", job.ID, view.first.Token, outcome(view.seen), outcome(job))
 	}
@@ -267,8 +275,8 @@ func (c *checker) checkPiece(e *Event, view *jobView, stream string, piece Piece
 // checkWhole wants all that a command wrote that exited by itself.
 func (c *checker) checkWhole(e *Event, next map[string]uint64) {
 	view := c.jobs[e.ID]
-	if view == nil || view.seen == nil || view.seen.Cause != "EXITED" {
-		return
+	if view == nil || view.seen == nil || view.seen.Cause != "EXITED" || view.unkept && e.Client == 0 {
+		return // what a receipt does not keep was whole in the reply itself
 	}
 	plan := c.plans[view.first.Token]
 	if plan == nil {
@@ -301,6 +309,9 @@ func (c *checker) checkJob(view *jobView) {
 	c.count("jobs")
 	if view.changed != "" {
 		c.wrong("%s", view.changed)
+	}
+	if view.lostLater != 0 && !c.machineLost(view, view.lostLater) {
+		c.wrong("job %s (%s) ended as %s and is lost later, and nothing was done to its machine", view.first.ID, view.first.Token, outcome(view.seen))
 	}
 	if !view.settled && !c.mayBeForgotten(view, math.MaxInt64-clockSlack) {
 		c.wrong("job %s (%s) was told of, and has no outcome when all is quiet", view.first.ID, view.first.Token)

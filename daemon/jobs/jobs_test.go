@@ -20,6 +20,7 @@ import (
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -486,6 +487,25 @@ func TestNewsMissesNoWakeUp(t *testing.T) {
 	group.Wait()
 	if len(n.waiting) > 0 {
 		t.Errorf("%d jobs are still listened to", len(n.waiting))
+	}
+}
+
+func TestAChangeBetweenTheLookAndTheWaitIsHeard(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	job := w.reserved(w.sandbox(), shell("true"))
+	looks := 0
+	ctx, cancel := context.WithTimeout(w.ctx, soon/4)
+	defer cancel()
+	_, err := w.until(ctx, job.GetId(), func(seen *recordv1.JobRecord) bool {
+		if looks++; looks == 1 { // it ends just after it was read, and before anybody waits
+			_, err := w.finish(w.ctx, job.GetId(), func(job *recordv1.JobRecord) { w.close(job, lost("test: so")) })
+			must(t, err)
+		}
+		return isDone(seen)
+	})
+	if err != nil || looks != 2 {
+		t.Errorf("looked %d times (%v), want 2", looks, err)
 	}
 }
 
