@@ -53,6 +53,19 @@ race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
 
+# How often the broker is killed, on each of the providers. Seeds: BERTH_SEED. On 2 CPUs 20 kills take about
+# half a minute a provider.
+N ?= 20
+PROVIDERS ?= fake local
+.PHONY: robust
+robust: ## random traffic and faults while the broker is killed N times (default 20) on PROVIDERS (default fake local)
+	@for provider in $(PROVIDERS); do echo "on $$provider:"; \
+		BERTH_RUN=robust BERTH_PROVIDER=$$provider BERTH_KILLS=$(N) go test -vet=off -count=1 -v -timeout 24h ./conformance/robust -run TestRandom || exit 1; done
+
+.PHONY: defects
+defects: ## take out one guard after the other, and see that a test fails each time (minutes)
+	go test -tags defects -vet=off -count=1 -v -timeout 90m ./conformance/defect
+
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance

@@ -24,7 +24,7 @@ type Report struct {
 // Check checks a whole history: see README.md for what must hold.
 func Check(events []Event) Report {
 	c := &checker{
-		plans: map[string]*Plan{}, starts: map[string]int{}, jobs: map[string]*jobView{}, byToken: map[string]string{},
+		plans: map[string]*Plan{}, starts: map[string]int{}, asked: map[string]int64{}, jobs: map[string]*jobView{}, byToken: map[string]string{},
 		destroyed: map[string]int64{}, disturbed: map[string][]Event{}, alive: map[boot]int64{}, report: Report{Checks: map[string]int{}},
 	}
 	for i := range events {
@@ -52,6 +52,7 @@ func Check(events []Event) Report {
 type checker struct {
 	plans     map[string]*Plan // by token
 	starts    map[string]int   // by token
+	asked     map[string]int64 // when a command was first asked for, by token
 	jobs      map[string]*jobView
 	byToken   map[string]string // a job's id
 	destroyed map[string]int64  // sandboxes that somebody asked to destroy, since when
@@ -108,6 +109,9 @@ func (c *checker) gather(e *Event) {
 func (c *checker) gatherCall(e *Event) {
 	if e.Plan != nil {
 		c.plans[e.Plan.Token] = e.Plan
+		if first, known := c.asked[e.Plan.Token]; !known || e.Begin < first {
+			c.asked[e.Plan.Token] = e.Begin
+		}
 	}
 	if e.Op == "DestroySandbox" {
 		if first, known := c.destroyed[e.Sandbox]; !known || e.Begin < first {
@@ -216,9 +220,13 @@ func (c *checker) mayBeForgotten(view *jobView, until int64) bool {
 // what was done to it before did not end it.
 func (c *checker) gatherAlive() {
 	for _, view := range c.jobs {
-		if view.seen != nil && view.seen.Cause == "EXITED" {
+		asked, known := c.asked[view.first.Token]
+		if known {
+			view.begin = min(view.begin, asked)
+		}
+		if known && view.seen != nil && view.seen.Cause == "EXITED" {
 			of := boot{view.first.Machine, view.first.Generation}
-			c.alive[of] = max(c.alive[of], view.begin)
+			c.alive[of] = max(c.alive[of], asked)
 		}
 	}
 }

@@ -73,6 +73,7 @@ func (s *suite) learn(ctx context.Context) {
 
 // until looks again and again until done says so.
 func (s *suite) until(ctx context.Context, what string, most time.Duration, done func() (bool, string)) {
+	most = s.patience(most)
 	deadline := time.Now().Add(most)
 	for {
 		ok, have := done()
@@ -119,7 +120,7 @@ func (s *suite) noOperations(ctx context.Context) {
 }
 
 func (s *suite) resume(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "ResumeSandbox", Sandbox: id}, restMost, func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "ResumeSandbox", Sandbox: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
 		reply, err := s.patient.Sandboxes().ResumeSandbox(ctx, &berthv1.ResumeSandboxRequest{SandboxId: id})
 		if err == nil {
 			showSandbox(e, reply.GetSandbox())
@@ -185,7 +186,7 @@ func (s *suite) listJobs(ctx context.Context) []*berthv1.Job {
 	var all []*berthv1.Job
 	for token := ""; ; {
 		var next string
-		err := s.attempt(ctx, Event{Op: "ListJobs"}, restMost, func(ctx context.Context, e *Event) error {
+		err := s.attempt(ctx, Event{Op: "ListJobs"}, s.patience(restMost), func(ctx context.Context, e *Event) error {
 			reply, err := s.patient.Jobs().ListJobs(ctx, &berthv1.ListJobsRequest{PageToken: token})
 			for _, job := range reply.GetJobs() {
 				e.Jobs = append(e.Jobs, showJob(job))
@@ -214,7 +215,7 @@ func (s *suite) feedRest(ctx context.Context, id string, input []byte) {
 }
 
 func (s *suite) stopJob(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "StopJob", ID: id}, restMost, func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "StopJob", ID: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
 		reply, err := s.patient.Jobs().StopJob(ctx, &berthv1.StopJobRequest{JobId: id, Grace: milliseconds(stopGrace)})
 		if err == nil {
 			e.told(reply.GetJob())
@@ -227,7 +228,7 @@ func (s *suite) stopJob(ctx context.Context, id string) {
 }
 
 func (s *suite) settleJob(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "PollJob", ID: id}, restMost, func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "PollJob", ID: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
 		job, err := s.patient.WaitJob(ctx, id)
 		if err == nil {
 			e.told(job)
@@ -245,7 +246,7 @@ func (s *suite) settleJob(ctx context.Context, id string) {
 		return
 	}
 	e := Event{Op: "ReadAllOutput", ID: id, Whole: true}
-	err = s.attempt(ctx, e, restMost, func(ctx context.Context, e *Event) error {
+	err = s.attempt(ctx, e, s.patience(restMost), func(ctx context.Context, e *Event) error {
 		for _, stream := range []berthv1.Stream{berthv1.Stream_STREAM_STDOUT, berthv1.Stream_STREAM_STDERR} {
 			sink := &pieces{stderr: stream == berthv1.Stream_STREAM_STDERR}
 			if _, err := s.patient.FollowOutput(ctx, id, stream, 0, client.UntilSealed, sink); err != nil {
@@ -321,7 +322,7 @@ func (s *suite) providersMachines(ctx context.Context) ([]string, error) {
 func (s *suite) destroyAll(ctx context.Context, sandboxes []*berthv1.Sandbox) {
 	for _, sandbox := range sandboxes {
 		id := sandbox.GetId()
-		err := s.attempt(ctx, Event{Op: "DestroySandbox", Sandbox: id}, restMost, func(ctx context.Context, e *Event) error {
+		err := s.attempt(ctx, Event{Op: "DestroySandbox", Sandbox: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
 			reply, err := s.patient.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: id})
 			if err == nil {
 				showSandbox(e, reply.GetSandbox())

@@ -29,15 +29,18 @@ const (
 	killsVariable   = "BERTH_KILLS"   // how often the broker is killed; default 20
 	seedVariable    = "BERTH_SEED"    // what all random choices follow from; default: a new one
 	historyVariable = "BERTH_HISTORY" // where the history is kept; default: below the temporary directory, and only when the run fails
+	checkVariable   = "BERTH_CHECK"   // a history that was kept, to be checked once more
 )
 
 // Tuning.
 const (
-	killsDefault = 20
-	killsAtOnce  = 10 // in one episode, after which all is let come to rest and looked at
-	actors       = 4  // clients with traffic of their own
-	runMost      = 5 * time.Minute
-	killMost     = 15 * time.Second // that one kill may add to it, on a busy machine
+	killsDefault  = 20
+	killsAtOnce   = 10 // in one episode, after which all is let come to rest and looked at
+	problemsShown = 20
+	actors        = 4               // clients with traffic of their own
+	brokenMost    = 5 * time.Second // for what is waited for after a problem was seen
+	runMost       = 5 * time.Minute
+	killMost      = 15 * time.Second // that one kill may add to it, on a busy machine
 )
 
 func TestRandomTrafficAndKillsBreakNoPromise(t *testing.T) {
@@ -50,16 +53,32 @@ func TestRandomTrafficAndKillsBreakNoPromise(t *testing.T) {
 	t.Cleanup(cancel)
 	s.broker.Start(t)
 	s.learn(ctx)
-	for left := kills; left > 0 && !t.Failed(); {
+	for left := kills; left > 0 && !t.Failed() && !s.hopeless(); {
 		now := min(left, killsAtOnce)
 		left -= now
 		s.episode(ctx, int(now))
 		s.progress(kills - left)
 	}
-	if !t.Failed() {
+	if !t.Failed() && !s.hopeless() {
 		s.calm(ctx)
 	}
 	s.conclude()
+}
+
+func TestAKeptHistoryIsCheckedAgain(t *testing.T) {
+	path := os.Getenv(checkVariable)
+	if path == "" {
+		t.Skipf("not asked for: %s names a history that was kept", checkVariable)
+	}
+	events, err := ReadHistory(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	report := Check(events)
+	for _, problem := range report.Problems {
+		t.Error(problem)
+	}
+	t.Log(summary(events, report))
 }
 
 func number(t *testing.T, variable string, otherwise uint64) uint64 {
@@ -88,6 +107,7 @@ type suite struct {
 	able    map[string]bool // the provider's capabilities
 
 	episodes int
+	broken   bool       // a problem was seen at once: nothing is waited for in earnest any more
 	first    *footprint // of the broker at its first rest
 	log      int64      // bytes of the broker's log that were looked through
 
@@ -143,7 +163,25 @@ func (s *suite) random(part string) *rand.Rand {
 
 // problem notes something that must not be.
 func (s *suite) problem(op, format string, args ...any) {
+	s.mu.Lock()
+	s.broken = true
+	s.mu.Unlock()
 	s.history.Add(Event{Kind: KindProblem, Op: op, Error: fmt.Sprintf(format, args...)})
+}
+
+// hopeless says whether the run has failed already.
+func (s *suite) hopeless() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.broken
+}
+
+// patience is how long something is waited for: not for long in a run that has failed already.
+func (s *suite) patience(most time.Duration) time.Duration {
+	if s.hopeless() {
+		return min(most, brokenMost)
+	}
+	return most
 }
 
 // episode is traffic under kills, and then a rest.
@@ -198,7 +236,11 @@ func (s *suite) conclude() {
 	}
 	events := s.history.Events()
 	report := Check(events)
-	for _, problem := range report.Problems {
+	for i, problem := range report.Problems {
+		if i == problemsShown {
+			s.t.Errorf("and %d problems more", len(report.Problems)-i)
+			break
+		}
 		s.t.Error(problem)
 	}
 	s.t.Log(summary(events, report))

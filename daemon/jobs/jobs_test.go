@@ -450,6 +450,21 @@ func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
 	w.wait("its process's end", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
 }
 
+func TestAnAnsweredCommandIsKnownAfterARestart(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ran, err := w.Run(w.ctx, call("run", ""), w.sandbox().GetId(), shell("exit 9"), 100)
+	must(t, err)
+	id := ran.Job.GetId()
+	w.wait("its record, which is written behind", func() bool { return w.attachedHere(id) == nil })
+	w.restart() // its guest was told to forget it by now
+	job := w.done(id)
+	w.wantExit(job, 9)
+	if !same(job.GetOutcome(), ran.Job.GetOutcome()) {
+		t.Errorf("it ended as %v and now as %v", ran.Job.GetOutcome(), job.GetOutcome())
+	}
+}
+
 func TestNewsMissesNoWakeUp(t *testing.T) {
 	t.Parallel()
 	n := newNews()

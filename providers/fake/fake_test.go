@@ -316,3 +316,13 @@ func TestAMachineThatACrashLeftHalfMadeIsRemovedAtTheNextStart(t *testing.T) {
 		t.Fatalf("machines %v are left (%v)", left, err)
 	}
 }
+
+func TestAMachineWhoseBrokerWasKilledRightAfterItsBootIsStoppedAndNotHalfMade(t *testing.T) {
+	p, dir := open(t)
+	const id = "m_1"
+	_, err := p.Create(t.Context(), spec(dir, id))
+	must(t, err)
+	must(t, os.Remove(filepath.Join(dir, "m", id, bootsFile))) // it was not noted yet
+	must(t, p.World().Kill(t.Context(), id))
+	wantState(t, p, id, providers.MachineStopped)
+}
