@@ -2,9 +2,7 @@ package robust
 
 import (
 	"fmt"
-	"math"
 	"slices"
-	"strings"
 	"time"
 )
 
@@ -24,7 +22,7 @@ type Report struct {
 // Check checks a whole history: see README.md for what must hold.
 func Check(events []Event) Report {
 	c := &checker{
-		plans: map[string]*Plan{}, starts: map[string]int{}, asked: map[string]int64{}, jobs: map[string]*jobView{}, byToken: map[string]string{},
+		plans: map[string]*Plan{}, starts: map[string]int{}, asked: map[string]int64{}, recorded: map[string]bool{}, jobs: map[string]*jobView{}, byToken: map[string]string{},
 		destroyed: map[string]int64{}, disturbed: map[string][]Event{}, alive: map[boot]int64{}, report: Report{Checks: map[string]int{}},
 	}
 	for i := range events {
@@ -53,6 +51,7 @@ type checker struct {
 	plans     map[string]*Plan // by token
 	starts    map[string]int   // by token
 	asked     map[string]int64 // when a command was first asked for, by token
+	recorded  map[string]bool  // tokens whose command is written down before it begins: detached, or with a request id
 	jobs      map[string]*jobView
 	byToken   map[string]string // a job's id
 	destroyed map[string]int64  // sandboxes that somebody asked to destroy, since when
@@ -75,8 +74,6 @@ type jobView struct {
 	settled      bool  // shown as DONE when everything was quiet
 	seen         *Job  // with its outcome, as first told
 	seenAt       int64
-	attached     bool // only its guest knew it at first
-	recorded     bool // it was asked for with a request id, or detached
 	unkept       bool // its receipt keeps no output
 	stopped      bool // somebody asked to stop it
 	signals      []uint32
@@ -109,6 +106,7 @@ func (c *checker) gather(e *Event) {
 func (c *checker) gatherCall(e *Event) {
 	if e.Plan != nil {
 		c.plans[e.Plan.Token] = e.Plan
+		c.recorded[e.Plan.Token] = e.RequestID != "" || e.Op == "StartJob"
 		if first, known := c.asked[e.Plan.Token]; !known || e.Begin < first {
 			c.asked[e.Plan.Token] = e.Begin
 		}
@@ -136,10 +134,6 @@ func (c *checker) gatherJob(e *Event, job *Job) {
 		c.jobs[job.ID] = view
 	}
 	view.begin, view.acknowledged = min(view.begin, e.Begin), min(view.acknowledged, e.End)
-	if e.Token != "" {
-		view.attached = view.attached || e.RequestID == "" && e.Op != "StartJob"
-		view.recorded = view.recorded || e.RequestID != "" || e.Op == "StartJob"
-	}
 	if token := firstOf(job.Token, e.Token); token != "" {
 		view.first.Token = token
 		if other, known := c.byToken[token]; known && other != job.ID {
@@ -148,7 +142,7 @@ func (c *checker) gatherJob(e *Event, job *Job) {
 		c.byToken[token] = job.ID
 	}
 	view.settled = view.settled || e.Client == 0 && job.State == "DONE"
-	view.unkept = view.unkept || !job.Kept || view.attached && !view.recorded
+	view.unkept = view.unkept || !job.Kept
 	if job.Cause == "" {
 		return
 	}
@@ -158,7 +152,7 @@ func (c *checker) gatherJob(e *Event, job *Job) {
 	}
 	c.count("outcomes told again")
 	view.seenAt = min(view.seenAt, e.End)
-	if job.Cause == "LOST" && view.attached && !view.recorded && view.seen.Cause != "LOST" {
+	if job.Cause == "LOST" && c.attached(view) && view.seen.Cause != "LOST" {
 		view.lostLater = e.End
 		return
 	}
@@ -211,9 +205,16 @@ func (c *checker) checkDisturbed(e *Event) {
 	c.wrong("sandbox %s is %s, and nothing was done to its machine %s that explains it", e.Sandbox, e.State, e.Machine)
 }
 
+// attached says whether only its guest knew a job at first: a command whose caller waits, without a
+// request id. A job that no plan names is such a one, found again after a crash.
+func (c *checker) attached(view *jobView) bool {
+	recorded, planned := c.recorded[view.first.Token]
+	return !planned || !recorded
+}
+
 // mayBeForgotten is true of an attached command that only its guest knew, when that guest is gone.
 func (c *checker) mayBeForgotten(view *jobView, until int64) bool {
-	return view.attached && !view.recorded && c.machineLost(view, until)
+	return c.attached(view) && c.machineLost(view, until)
 }
 
 // gatherAlive learns from jobs that came to their own end that the guest lived when they were asked for:
@@ -310,74 +311,6 @@ func expectedOutput(plan *Plan, stderr bool) []byte {
 		return plan.Stderr()
 	}
 	return plan.Stdout()
-}
-
-// checkJob checks what all replies together said of a job.
-func (c *checker) checkJob(view *jobView) {
-	c.count("jobs")
-	if view.changed != "" {
-		c.wrong("%s", view.changed)
-	}
-	if view.lostLater != 0 && !c.machineLost(view, view.lostLater) {
-		c.wrong("job %s (%s) ended as %s and is lost later, and nothing was done to its machine", view.first.ID, view.first.Token, outcome(view.seen))
-	}
-	if !view.settled && !c.mayBeForgotten(view, math.MaxInt64-clockSlack) {
-		c.wrong("job %s (%s) was told of, and has no outcome when all is quiet", view.first.ID, view.first.Token)
-	}
-	if view.seen == nil {
-		return
-	}
-	if why := c.untrue(view); why != "" {
-		c.wrong("job %s (%s) ended as %s: %s", view.first.ID, view.first.Token, outcome(view.seen), why)
-	}
-}
-
-// untrue says why an outcome can't be what the command did; empty when it can.
-func (c *checker) untrue(view *jobView) string {
-	c.count("outcomes")
-	plan, end := c.plans[view.first.Token], view.seen
-	starts, counted := c.starts[view.first.Token]
-	switch end.Cause {
-	case "EXITED":
-		switch {
-		case end.Code == nil || end.Reason != "":
-			return "an exit has a code and no other reason"
-		case plan == nil: // an attached command that was found again: nobody knows which
-		case *end.Code != int32(plan.Code):
-			return fmt.Sprintf("it exits with %d", plan.Code)
-		case plan.Work == WorkEndless && len(view.signals) == 0:
-			return "it does not end by itself"
-		case counted && starts != 1:
-			return fmt.Sprintf("its command began %d times", starts)
-		}
-	case "SIGNALED":
-		if !slices.Contains(view.signals, end.Signal) {
-			return fmt.Sprintf("nobody sent signal %d", end.Signal)
-		}
-	case "STOPPED":
-		if _, destroyed := c.destroyed[view.first.Sandbox]; !view.stopped && !destroyed && !(view.attached && strings.HasPrefix(end.Reason, "disconnected")) {
-			return "nobody asked for that"
-		}
-	case "TIMED_OUT":
-		if plan != nil && plan.TimeoutMS == 0 {
-			return "it has no timeout"
-		}
-	case "LOST":
-		switch {
-		case end.Code != nil:
-			return "what is lost has no code"
-		case view.attached && strings.HasPrefix(end.Reason, "disconnected"):
-		case !c.machineLost(view, view.seenAt):
-			return "nothing was done to its machine that explains it"
-		}
-	case "FAILED_TO_START":
-		if !strings.HasPrefix(end.Reason, "expired") || view.seenAt-view.begin < startDeadline || starts > 0 {
-			return "it can be started"
-		}
-	default:
-		return "nothing here ends so"
-	}
-	return ""
 }
 
 func firstOf(texts ...string) string {

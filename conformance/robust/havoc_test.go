@@ -95,7 +95,7 @@ func (s *suite) killStarting(after time.Duration) {
 	}
 	pause(after)
 	s.broker.Kill(s.t)
-	<-started // ready or not, it is dead
+	_ = <-started // ready or not, it is dead
 }
 
 // hold stops the broker by a signal and lets it go on.
