@@ -88,14 +88,17 @@ func (s *suite) kill(random *rand.Rand, most int) (kills int) {
 // killStarting starts the broker and kills it after a while, whether it is ready by then or not.
 func (s *suite) killStarting(after time.Duration) {
 	old := s.broker.Pid()
-	started := make(chan error, 1)
-	go func() { started <- s.broker.TryStart() }()
+	started := make(chan struct{})
+	go func() {
+		defer close(started)
+		_ = s.broker.TryStart() // ready or not, it is dead then
+	}()
 	for s.broker.Pid() == old {
 		pause(time.Millisecond)
 	}
 	pause(after)
 	s.broker.Kill(s.t)
-	_ = <-started // ready or not, it is dead
+	<-started
 }
 
 // hold stops the broker by a signal and lets it go on.
