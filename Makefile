@@ -62,6 +62,19 @@ JOBS ?= 1200
 around: $(TESTSUM) ## what happens around a broker: full disk, stepped clock, freeze, reboot, upgrade, many jobs (JOBS=1200)
 	BERTH_RUN=around BERTH_JOBS=$(JOBS) $(TESTSUM) -vet=off -count=1 -parallel 8 -timeout 4h ./conformance/around
 
+# How often the broker is killed, on each of the providers. Seeds: BERTH_SEED. On 2 CPUs 20 kills take about
+# half a minute a provider.
+N ?= 20
+PROVIDERS ?= fake local
+.PHONY: robust
+robust: ## random traffic and faults while the broker is killed N times (default 20) on PROVIDERS (default fake local)
+	@for provider in $(PROVIDERS); do echo "on $$provider:"; \
+		BERTH_RUN=robust BERTH_PROVIDER=$$provider BERTH_KILLS=$(N) go test -vet=off -count=1 -v -timeout 24h ./conformance/robust -run TestRandom || exit 1; done
+
+.PHONY: defects
+defects: ## take out one guard after the other, and see that a test fails each time (minutes)
+	go test -tags defects -vet=off -count=1 -v -timeout 90m ./conformance/defect
+
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance

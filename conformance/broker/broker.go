@@ -264,9 +264,13 @@ func (b *Broker) Leftovers() []string {
 	for pid, command := range b.Processes() {
 		left = append(left, fmt.Sprintf("process %d: %s", pid, command))
 	}
-	machines, _ := os.ReadDir(filepath.Join(b.State(), "local"))
-	for _, machine := range machines {
-		left = append(left, "machine directory "+machine.Name())
+	for _, provider := range []string{"local", "fake"} {
+		machines, _ := os.ReadDir(filepath.Join(b.State(), provider))
+		for _, machine := range machines {
+			if machine.IsDir() { // the fake one has files of its own there
+				left = append(left, "machine directory "+machine.Name())
+			}
+		}
 	}
 	_ = filepath.WalkDir(filepath.Join(b.Dir, "run"), func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.Type()&fs.ModeSocket != 0 {

@@ -189,6 +189,7 @@ func hasPrefixWord(name, word string) bool {
 // libraries are the modules that the product may import directly, with the reason for each. One that
 // is not worth a line here is not worth having.
 var libraries = map[string]string{
+	"github.com/anishathalye/porcupine":         "conformance: whether some order of concurrent calls explains their answers",
 	"github.com/containerd/errdefs":             "the classes of the Docker Engine's errors, as its client returns them",
 	"github.com/moby/moby/api":                  "the Docker Engine's types, which its client speaks in",
 	"github.com/moby/moby/client":               "Docker Engine: maintained, negotiates versions from 20.10 on",

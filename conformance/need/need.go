@@ -2,7 +2,7 @@
 // engine, or that it was asked for. What is missing is measured, never assumed, and said in the words
 // that `make test` lists at its end. Where the environment variable BERTH_REQUIRE names a facility, as
 // CI's does, its absence fails the test. It never sets anything up for a test, and only test files
-// may import it.
+// and conformance/subject may import it.
 package need
 
 import (

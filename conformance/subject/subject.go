@@ -1,7 +1,8 @@
 // Package subject says which provider a suite runs against: BERTH_PROVIDER is local (the default),
-// local-plain, whose machines are plain processes, docker, or docker-bridge, which reaches machines
-// through the engine also where they could dial out. For docker BERTH_DOCKER_IMAGE names an image with
-// bash, git and procps, and with the repository of conformance/image.sh.
+// local-plain, whose machines are plain processes, fake, whose machines are plain processes too and
+// whose calls fail on purpose, docker, or docker-bridge, which reaches machines through the engine also
+// where they could dial out. For docker BERTH_DOCKER_IMAGE names an image with bash, git and procps, and
+// with the repository of conformance/image.sh.
 package subject
 
 import (
@@ -41,6 +42,8 @@ func Flags(t testing.TB) []string {
 		return []string{"--provider", "local"}
 	case "local-plain":
 		return []string{"--provider", "local", "--local-isolation", "none"}
+	case "fake":
+		return []string{"--provider", "fake"}
 	case "docker", "docker-bridge":
 		need.Docker(t)
 		image := os.Getenv(imageVariable)
@@ -53,7 +56,7 @@ func Flags(t testing.TB) []string {
 		}
 		return flags
 	default:
-		t.Fatalf("%s is %q, want local, local-plain, docker or docker-bridge", providerVariable, Name())
+		t.Fatalf("%s is %q, want local, local-plain, fake, docker or docker-bridge", providerVariable, Name())
 		return nil
 	}
 }

@@ -89,6 +89,22 @@ func (s *Service) machineStopped(job *recordv1.JobRecord) error {
 	return err
 }
 
+// machineGone reports whether a job's machine is gone for good.
+func (s *Service) machineGone(job *recordv1.JobRecord) bool {
+	gone := false
+	err := s.opts.Store.View(func(tx *store.Tx) error {
+		machine, err := tx.Machine(job.GetMachineId())
+		if err != nil {
+			return err
+		}
+		sandbox, err := tx.Sandbox(job.GetSandboxId())
+		gone = machine == nil || machine.GetState() == recordv1.MachineState_MACHINE_STATE_GONE ||
+			sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_LOST
+		return err
+	})
+	return err == nil && gone
+}
+
 // Stop ends a job and everything that it started, and returns it with its outcome. A job that is
 // done keeps its outcome; what it left running is killed. A grace of nil is the job's own.
 func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grace *durationpb.Duration) (*recordv1.JobRecord, error) {
@@ -193,7 +209,7 @@ func (s *Service) SettleJobs(ctx context.Context, machineID string) {
 }
 
 func (s *Service) settleDoomed(ctx context.Context, machineID string, status *guestv1.Status) {
-	if !status.GetDone() {
+	if !status.GetDone() || !sealed(status) { // of one that is done, what it left running holds its output
 		stopped, err := s.stopInGuest(ctx, machineID, &guestv1.StopRequest{
 			JobId: status.GetJobId(), Grace: durationpb.New(0), Reason: "destroyed: its sandbox was destroyed",
 		})
@@ -221,6 +237,10 @@ func (s *Service) ReadOutput(ctx context.Context, namespace, id string, stream b
 		return nil, err
 	}
 	facts := factsOf(job, stream)
+	if isDone(job) && !facts.GetSealed() && s.machineGone(job) {
+		// Who held the output is gone with the machine: what is at home is all there will ever be.
+		return s.readRanges(job, stream, s.closedFacts(id, stream, facts), offset, limit)
+	}
 	if !isDone(job) || !facts.GetSealed() && offset >= facts.GetTotalBytes() {
 		piece, err := s.readLive(ctx, job, stream, offset, limit, wait)
 		if err == nil || !errors.Is(err, guestlink.ErrNoJob) {

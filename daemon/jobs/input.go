@@ -82,11 +82,16 @@ func (s *Service) inGuest(ctx context.Context, job *recordv1.JobRecord, fn func(
 		return err
 	}
 	err := s.opts.Links.Call(ctx, job.GetMachineId(), fn)
-	if !errors.Is(err, guestlink.ErrNoJob) {
+	unheard := fault.Is(err, fault.GuestUnreachable)
+	if !unheard && !errors.Is(err, guestlink.ErrNoJob) {
 		return err
 	}
+	// A machine that is gone for good is no reason to come back about a job that is over.
 	if again, findErr := s.find(job.GetNamespace(), job.GetId()); findErr == nil && isDone(again) {
 		return over(again)
+	}
+	if unheard {
+		return err
 	}
 	return fault.New(fault.Recovering, "job %s is being started: try again", job.GetId()).Retry(tooManyRetry)
 }

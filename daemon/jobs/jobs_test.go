@@ -20,6 +20,7 @@ import (
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -375,6 +376,36 @@ func TestJobsOfADestroyedSandboxKeepWhatIsKnownOfThem(t *testing.T) {
 	}
 }
 
+func TestAJobThatIsOverTakesNoInputEvenWhenItsMachineIsGone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, &berthv1.JobSpec{Shell: "cat", Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}})
+	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+	must(t, err)
+	if _, err := w.WriteInput(w.ctx, call("input", ""), job.GetId(), 0, []byte("late"), false); !fault.Is(err, fault.WrongState) {
+		t.Errorf("its input is refused with %v, want WRONG_STATE: it would be fed again and again", err)
+	}
+}
+
+func TestAJobThatLeftAChildBehindIsSealedWhenItsSandboxIsDestroyed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job := w.started(sandbox, shell("sleep 100 & echo left"))
+	done := w.done(job.GetId())
+	w.wantExit(done, 0)
+	if done.GetStdout().GetSealed() {
+		t.Fatal("its output is sealed although a child holds it")
+	}
+	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+	must(t, err)
+	if data, _ := w.readAll(job.GetId(), stdout); string(data) != "left\n" {
+		t.Errorf("it wrote %q", data)
+	}
+	w.wantExit(w.record(job.GetId()), 0)
+}
+
 func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -419,6 +450,21 @@ func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
 	w.wait("its process's end", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
 }
 
+func TestAnAnsweredCommandIsKnownAfterARestart(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ran, err := w.Run(w.ctx, call("run", ""), w.sandbox().GetId(), shell("exit 9"), 100)
+	must(t, err)
+	id := ran.Job.GetId()
+	w.wait("its record, which is written behind", func() bool { return w.attachedHere(id) == nil })
+	w.restart() // its guest was told to forget it by now
+	job := w.done(id)
+	w.wantExit(job, 9)
+	if !same(job.GetOutcome(), ran.Job.GetOutcome()) {
+		t.Errorf("it ended as %v and now as %v", ran.Job.GetOutcome(), job.GetOutcome())
+	}
+}
+
 func TestNewsMissesNoWakeUp(t *testing.T) {
 	t.Parallel()
 	n := newNews()
@@ -456,6 +502,25 @@ func TestNewsMissesNoWakeUp(t *testing.T) {
 	group.Wait()
 	if len(n.waiting) > 0 {
 		t.Errorf("%d jobs are still listened to", len(n.waiting))
+	}
+}
+
+func TestAChangeBetweenTheLookAndTheWaitIsHeard(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	job := w.reserved(w.sandbox(), shell("true"))
+	looks := 0
+	ctx, cancel := context.WithTimeout(w.ctx, soon/4)
+	defer cancel()
+	_, err := w.until(ctx, job.GetId(), func(seen *recordv1.JobRecord) bool {
+		if looks++; looks == 1 { // it ends just after it was read, and before anybody waits
+			_, err := w.finish(w.ctx, job.GetId(), func(job *recordv1.JobRecord) { w.close(job, lost("test: so")) })
+			must(t, err)
+		}
+		return isDone(seen)
+	})
+	if err != nil || looks != 2 {
+		t.Errorf("looked %d times (%v), want 2", looks, err)
 	}
 }
 

@@ -509,6 +509,30 @@ func TestFiftyCallersOfOneRequestShareOneSandbox(t *testing.T) {
 	}
 }
 
+func TestARequestIDBelongsToOneBody(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	first, err := w.Create(w.ctx, call("create", "r"), &berthv1.SandboxSpec{})
+	must(t, err)
+	for _, test := range []struct {
+		name string
+		harm func(*Call)
+	}{
+		{"another body", func(c *Call) { c.BodyHash = []byte("another") }},
+		{"another call", func(c *Call) { c.Method = "another" }},
+		{"another way to hash", func(c *Call) { c.HashVersion++ }},
+	} {
+		again := call("create", "r")
+		test.harm(&again)
+		if made, err := w.Create(w.ctx, again, &berthv1.SandboxSpec{}); !fault.Is(err, fault.RequestIDReused) {
+			t.Errorf("%s: %v (%v), want REQUEST_ID_REUSED", test.name, made.GetId(), err)
+		}
+	}
+	if again, err := w.Create(w.ctx, call("create", "r"), &berthv1.SandboxSpec{}); err != nil || again.GetId() != first.GetId() {
+		t.Errorf("the same body: %v (%v), want %s", again.GetId(), err, first.GetId())
+	}
+}
+
 func TestACallerThatGoesAwayLeavesTheOperationGoingOn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

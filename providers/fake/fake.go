@@ -86,6 +86,9 @@ func New(options Options) (*Provider, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("fake provider: making its directory: %w", err)
 	}
+	if err := removeStaged(dir); err != nil {
+		return nil, fmt.Errorf("fake provider: %w", err)
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	p := &Provider{
 		world: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
@@ -93,6 +96,15 @@ func New(options Options) (*Provider, error) {
 	}
 	p.work.Go(p.reap)
 	return p, nil
+}
+
+// removeStaged removes the directories that a crash left half made: no machine has their names.
+func removeStaged(dir string) error {
+	staged, err := filepath.Glob(filepath.Join(dir, newPrefix+"*"))
+	for _, path := range staged {
+		err = errors.Join(err, os.RemoveAll(path))
+	}
+	return err
 }
 
 // World is what the provider's machines and faults are reached by.

@@ -306,3 +306,23 @@ func TestAnotherBrokersMachineIsLeftAlone(t *testing.T) {
 	}
 	wantState(t, p, "m_a", providers.MachineRunning)
 }
+
+func TestAMachineThatACrashLeftHalfMadeIsRemovedAtTheNextStart(t *testing.T) {
+	p, dir := open(t)
+	must(t, p.Close())
+	must(t, os.Mkdir(filepath.Join(dir, "m", newPrefix+"123"), 0o700))
+	p = again(t, dir)
+	if left, err := p.World().Machines(); err != nil || len(left) > 0 {
+		t.Fatalf("machines %v are left (%v)", left, err)
+	}
+}
+
+func TestAMachineWhoseBrokerWasKilledRightAfterItsBootIsStoppedAndNotHalfMade(t *testing.T) {
+	p, dir := open(t)
+	const id = "m_1"
+	_, err := p.Create(t.Context(), spec(dir, id))
+	must(t, err)
+	must(t, os.Remove(filepath.Join(dir, "m", id, bootsFile))) // it was not noted yet
+	must(t, p.World().Kill(t.Context(), id))
+	wantState(t, p, id, providers.MachineStopped)
+}

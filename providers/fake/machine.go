@@ -141,7 +141,8 @@ func (m *machine) describe() (providers.Machine, error) {
 		found.State = providers.MachineRunning
 	} else {
 		found.Note = "its guest has ended"
-		if boots, _ := m.world.Boots(m.ID); boots == 0 {
+		// Not by its boots, which are noted after the start: a broker that is killed in between has booted it.
+		if _, err := os.Stat(m.path(bootFile)); isAbsent(err) {
 			found.State, found.Note = providers.MachinePartial, "it was never booted"
 		}
 	}
