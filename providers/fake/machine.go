@@ -137,9 +137,12 @@ func (m *machine) describe() (providers.Machine, error) {
 		return found, err
 	}
 	running, err := m.running()
-	if running {
+	switch {
+	case running && m.frozen():
+		found.State, found.Note = providers.MachineSuspended, "it is suspended"
+	case running:
 		found.State = providers.MachineRunning
-	} else {
+	default:
 		found.Note = "its guest has ended"
 		if boots, _ := m.world.Boots(m.ID); boots == 0 {
 			found.State, found.Note = providers.MachinePartial, "it was never booted"
