@@ -48,7 +48,7 @@ type Hooks struct {
 	JobsChanged func(jobIDs []string)
 }
 
-// Options configure a Service. All but Now are required.
+// Options configure a Service. All but Now and the timeouts are required.
 type Options struct {
 	Store     *store.Store
 	Vault     *vault.Vault
@@ -58,6 +58,10 @@ type Options struct {
 	Log       *slog.Logger
 	Now       func() time.Time
 	Hooks     Hooks
+	// ProviderTimeout bounds one call of a provider. Default: 2 minutes; booting a VM is the slowest.
+	ProviderTimeout time.Duration
+	// GuestTimeout bounds the time from a boot to the guest's first hello. Default: a minute.
+	GuestTimeout time.Duration
 }
 
 // Named is a provider under its name.
@@ -86,6 +90,12 @@ type Service struct {
 func New(opts Options) *Service {
 	if opts.Now == nil {
 		opts.Now = time.Now
+	}
+	if opts.ProviderTimeout == 0 {
+		opts.ProviderTimeout = providerTimeout
+	}
+	if opts.GuestTimeout == 0 {
+		opts.GuestTimeout = guestTimeout
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	draining, drain := context.WithCancel(ctx)

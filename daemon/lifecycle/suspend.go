@@ -122,7 +122,7 @@ func (s *Service) suspend(ctx context.Context, operation *recordv1.OperationReco
 		return err
 	}
 	s.opts.Links.Drop(operation.GetMachineId())
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeSuspend struct{}
 	// fault.Die()
@@ -193,7 +193,7 @@ func (s *Service) unfreeze(ctx context.Context, operation *recordv1.OperationRec
 	if err != nil {
 		return err
 	}
-	limited, cancel := context.WithTimeout(ctx, providerTimeout)
+	limited, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	if err := suspender.Resume(limited, machine); err != nil {
 		return fmt.Errorf("resume machine %s: %w", machine.ID, err)

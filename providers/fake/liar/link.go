@@ -70,7 +70,7 @@ func (l *Link) Run(ctx context.Context) {
 		grpc.ForceServerCodecV2(asBytes{}), grpc.MaxRecvMsgSize(messageMost), grpc.MaxSendMsgSize(messageMost),
 		grpc.InitialWindowSize(windowBytes), grpc.InitialConnWindowSize(2*windowBytes),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}),
-		grpc.UnknownServiceHandler(func(_ any, down grpc.ServerStream) error { return l.carry(down.Context(), up, down) }),
+		grpc.UnknownServiceHandler(func(_ any, down grpc.ServerStream) error { return l.carry(down.Context(), up, down) }), //nolint:contextcheck // a call has a context of its own
 	)
 	var serving sync.WaitGroup
 	serving.Go(func() { _ = server.Serve(&single{conn: l.tap, over: ctx.Done()}) })
