@@ -341,9 +341,11 @@ func (s *Service) Resume(ctx context.Context, call Call, id string) (*recordv1.S
 	}
 	sandbox, err := s.settled(ctx, id)
 	if fault.Is(err, fault.WrongState) {
-		if record, readErr := s.sandbox(id); readErr == nil && record.GetLastError() != nil &&
-			record.GetState() == berthv1.SandboxState_SANDBOX_STATE_STOPPED {
-			return nil, refusal(record.GetLastError())
+		if record, readErr := s.sandbox(id); readErr == nil && record.GetLastError() != nil {
+			switch record.GetState() {
+			case berthv1.SandboxState_SANDBOX_STATE_STOPPED, berthv1.SandboxState_SANDBOX_STATE_SUSPENDED:
+				return nil, refusal(record.GetLastError())
+			}
 		}
 	}
 	return sandbox, err
