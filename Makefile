@@ -53,6 +53,10 @@ race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
 
+.PHONY: faults
+faults: $(TESTSUM) ## have guests lie to a broker in every way there is
+	BERTH_RUN=faults $(TESTSUM) -vet=off -count=1 -timeout 15m ./conformance/faults
+
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance

@@ -2,13 +2,16 @@ package faults
 
 import (
 	"context"
+	"fmt"
 	"math"
 	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 
+	"github.com/berth-sandbox/berth/conformance/need"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers/fake/liar"
 )
@@ -176,15 +179,21 @@ var hellos = []row{
 	{name: "an endless boot", lies: hello("boot_id", strings.Repeat("x", 1<<20)), log: "more of itself"},
 	{name: "another boot", lies: hello("boot_id", "another")},
 	{name: "another generation from the start", lies: hello("generation", uint64(math.MaxUint64))},
-	{name: "capabilities without end", lies: anew(liar.Lie{Kind: liar.Repeat, Fields: fields("capabilities", 1_000_000)}), log: "more"},
+	{name: "capabilities without end", lies: anew(liar.Lie{Kind: liar.Repeat, Fields: fields("capabilities", 1_000_000)}), log: "cannot reach guest"},
 	{name: "a hello that never comes", lies: anew(liar.Lie{Kind: liar.Silent})},
 	{name: "a hello that is nonsense", lies: anew(liar.Lie{Kind: liar.Nonsense, Count: 100_000})},
 }
+
+// slow are the groups in which much is waited for in vain.
+var slow = map[string]bool{"lists": true, "replies": true, "hellos": true}
 
 func TestWhateverAGuestSaysTheBrokerGoesOnAndMakesNothingUp(t *testing.T) {
 	w := start(t)
 	for group, rows := range map[string][]row{"about": about, "output": output, "lists": lists, "replies": replies, "hellos": hellos} {
 		t.Run(group, func(t *testing.T) {
+			if slow[group] {
+				need.Asked(t, "faults")
+			}
 			for _, r := range rows {
 				t.Run(r.name, func(t *testing.T) {
 					t.Parallel()
@@ -257,3 +266,65 @@ func saysOf(log, machine, words string) bool {
 	}
 	return false
 }
+
+func TestMachinesWhoseGuestsSayNoHelloHoldUpNoOthersAtBoot(t *testing.T) {
+	need.Asked(t, "faults")
+	w := start(t)
+	const machines = 100
+	sandboxes := make([]*berthv1.Sandbox, machines)
+	var group errgroup.Group
+	group.SetLimit(8)
+	for i := range sandboxes {
+		group.Go(func() error {
+			made, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{})
+			sandboxes[i] = made.GetSandbox()
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for i, lie := range []liar.Lie{
+		{Call: "Hello", Kind: liar.Silent}, {Call: "Hello", Kind: liar.Nonsense, Count: 1 << 20},
+		{Call: "Hello", Kind: liar.CutMidway}, {Call: "List", Kind: liar.Silent},
+	} {
+		w.lie(t, sandboxes[i].GetMachineId(), lie)
+	}
+	if err := w.fake.Mute(sandboxes[4].GetMachineId()); err != nil {
+		t.Fatal(err)
+	}
+	w.Kill(t)
+	w.Start(t)
+	began := time.Now()
+	var others errgroup.Group
+	for _, sandbox := range sandboxes[5:] {
+		others.Go(func() error {
+			ran, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{SandboxId: sandbox.GetId(), Spec: &berthv1.JobSpec{Shell: script}})
+			if err == nil && ran.GetJob().GetOutcome().GetExitCode() != trueCode {
+				err = fmt.Errorf("it ended as %v", ran.GetJob().GetOutcome())
+			}
+			return err
+		})
+	}
+	if err := others.Wait(); err != nil {
+		t.Error(err)
+	}
+	took := time.Since(began)
+	t.Logf("%d other machines were served %s after the start", machines-5, took)
+	if took > bootMost {
+		t.Errorf("the others were served after %s", took)
+	}
+	for i := range 5 {
+		w.lie(t, sandboxes[i].GetMachineId())
+	}
+	if err := w.fake.Wake(sandboxes[4].GetMachineId()); err != nil {
+		t.Fatal(err)
+	}
+	for _, sandbox := range sandboxes {
+		w.destroy(t, sandbox.GetId())
+	}
+}
+
+// bootMost is how long a hundred machines may take to be served after a start, on a busy host: less than
+// one silent guest is waited for.
+const bootMost = 20 * time.Second

@@ -159,7 +159,9 @@ type heard struct {
 	outcomes map[string]*berthv1.Outcome // by job
 }
 
-func (h *heard) call() (context.Context, context.CancelFunc) { return context.WithTimeout(h.ctx, hears) }
+func (h *heard) call() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(h.ctx, hears)
+}
 
 // job checks a job as the broker shows it: an outcome is the true one or none that anybody could take for
 // one, and it never changes.
@@ -273,7 +275,8 @@ func (h *heard) exec() {
 	ctx, cancel := h.call()
 	defer cancel()
 	var out bytes.Buffer
-	job, _ := h.Exec(ctx, h.sandbox, &berthv1.JobSpec{Shell: script}, client.ExecIO{Stdout: &out, Stdin: strings.NewReader("some input")})
+	spec := &berthv1.JobSpec{Shell: "cat >/dev/null; " + script, Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}}
+	job, _ := h.Exec(ctx, h.sandbox, spec, client.ExecIO{Stdout: &out, Stdin: strings.NewReader("some input")})
 	h.job(job)
 	h.bytes(out.Bytes(), 0, 4<<20)
 }

@@ -117,7 +117,9 @@ func TestASuspendGoesOnAfterACrash(t *testing.T) {
 			}()
 			w.wait("the suspend to be begun", func() bool { return w.calls(fake.CallSuspend) > 0 })
 			w.stop()
-			<-first
+			if err := <-first; err == nil {
+				t.Error("a suspend was answered although it had not been done")
+			}
 			w.script()
 			w.start()
 			must(t, w.ResumeOperations())
