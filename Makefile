@@ -75,6 +75,10 @@ robust: ## random traffic and faults while the broker is killed N times (default
 defects: ## take out one guard after the other, and see that a test fails each time (minutes)
 	go test -tags defects -vet=off -count=1 -v -timeout 90m ./conformance/defect
 
+.PHONY: faults
+faults: $(TESTSUM) ## have guests lie to a broker in every way there is
+	BERTH_RUN=faults $(TESTSUM) -vet=off -count=1 -timeout 15m ./conformance/faults
+
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance

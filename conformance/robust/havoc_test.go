@@ -12,7 +12,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/subject"
 	"github.com/berth-sandbox/berth/providers/fake"
 )

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/subject"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )

@@ -38,6 +38,7 @@ const (
 	dialTimeout      = 30 * time.Second       // one dial; a provider's stream can take seconds to open
 	redialFirst      = 10 * time.Millisecond  // a guest that redials is back within this
 	redialMost       = 2 * time.Second        // a machine that is down is asked this often
+	steadyAfter      = 2 * time.Second        // a connection that broke sooner was none: the next is not dialled at once
 	keepaliveTime    = 10 * time.Second       // with the timeout finds a black hole in 15 s
 	keepaliveTimeout = 5 * time.Second        //
 	patience         = 5 * time.Second        // how long a call waits for a link that is being redialled
@@ -264,7 +265,8 @@ func (k *link) keep(ctx context.Context, opts Options) {
 			pause = min(2*pause, redialMost)
 			continue
 		}
-		pause, reported = redialFirst, false
+		reported = false
+		connected := time.Now()
 		k.answered.Store(true)
 		k.set(live)
 		opts.Events.Up(k.target.MachineID, live.hello)
@@ -274,6 +276,12 @@ func (k *link) keep(ctx context.Context, opts Options) {
 		if ctx.Err() == nil {
 			opts.Events.Down(k.target.MachineID, errors.New("the connection was lost"))
 		}
+		if time.Since(connected) >= steadyAfter {
+			pause = redialFirst
+			continue
+		}
+		sleep(ctx, pause)
+		pause = min(2*pause, redialMost)
 	}
 }
 

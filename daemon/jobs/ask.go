@@ -19,8 +19,12 @@ import (
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// settleAtOnce is how many of a doomed machine's jobs are stopped at once.
-const settleAtOnce = 16
+const (
+	// settleAtOnce is how many of a doomed machine's jobs are stopped at once.
+	settleAtOnce = 16
+	// maxStopGrace is the longest that a job's own grace can be; the API bounds it.
+	maxStopGrace = time.Hour
+)
 
 // Poll returns a job; with a wait, when it is done or the wait is over. A job whose machine cannot
 // be asked is returned as the ledger has it where waiting is no use, and is an error that says to
@@ -172,7 +176,11 @@ func (s *Service) look(call lifecycle.Call, id string) (job *recordv1.JobRecord,
 
 func (s *Service) stopInGuest(ctx context.Context, machineID string, request *guestv1.StopRequest) (*guestv1.Status, error) {
 	var status *guestv1.Status
-	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+	grace := maxStopGrace
+	if request.GetGrace() != nil {
+		grace = request.GetGrace().AsDuration()
+	}
+	err := s.ask(ctx, machineID, grace, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		response, err := guest.Stop(ctx, request)
 		status = response.GetStatus()
 		return err
@@ -180,7 +188,21 @@ func (s *Service) stopInGuest(ctx context.Context, machineID string, request *gu
 	if err != nil {
 		return nil, err
 	}
-	return about(status, machineID, request.GetJobId())
+	return ended(status, machineID, request.GetJobId())
+}
+
+// ask runs fn with a machine's guest, and waits for an answer that is due within wait no longer than the
+// patience beyond it: a guest that keeps its connection and says nothing holds nobody up. Errors are those
+// of a call through the link; GUEST_UNREACHABLE when the guest said nothing.
+func (s *Service) ask(ctx context.Context, machineID string, wait time.Duration, fn func(context.Context, guestv1.GuestServiceClient) error) error {
+	limited, cancel := context.WithTimeout(ctx, wait+s.opts.GuestPatience)
+	defer cancel()
+	err := s.opts.Links.Call(limited, machineID, fn)
+	if err != nil && limited.Err() != nil && ctx.Err() == nil {
+		return fault.New(fault.GuestUnreachable, "the guest of machine %s is connected and has not answered for %s: try again, or destroy the sandbox",
+			machineID, wait+s.opts.GuestPatience).Retry(time.Second)
+	}
+	return err
 }
 
 // SettleJobs kills everything that runs in a machine which is about to be destroyed, and brings the
@@ -269,14 +291,17 @@ func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream 
 		return nil, err
 	}
 	facts, data := boundedFacts(response.GetFacts()), response.GetData()
-	if uint64(len(data)) > limit {
-		data = data[:limit]
+	total := facts.GetTotalBytes()
+	if offset > total {
+		return nil, beyond(stream, offset, total)
 	}
-	if len(data) == 0 && offset < facts.GetTotalBytes() {
-		return nil, expired(job.GetId(), stream, offset, response.GetNextKept())
-	}
-	if offset > facts.GetTotalBytes() {
-		return nil, beyond(stream, offset, facts.GetTotalBytes())
+	data = data[:min(uint64(len(data)), limit, total-offset)]
+	if len(data) == 0 && offset < total {
+		next := response.GetNextKept()
+		if next <= offset || next > total {
+			next = total // else the caller would ask here for ever
+		}
+		return nil, expired(job.GetId(), stream, offset, next)
 	}
 	return &Piece{
 		Data: data, Facts: facts, EOF: facts.GetSealed() && offset+uint64(len(data)) == facts.GetTotalBytes(),

@@ -3,8 +3,10 @@ package jobs
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -202,6 +204,9 @@ type relaying struct {
 	guest   guestv1.GuestService_AttachClient
 	starts  bool
 
+	isOpen bool
+	sent   atomic.Uint64 // stdin that the guest can have, from its beginning
+
 	mu       sync.Mutex
 	inputErr error // why input ended, when that ended the call
 }
@@ -212,18 +217,21 @@ func (r *relaying) run(ctx context.Context, cancel context.CancelFunc) error {
 		if err != nil {
 			return r.explain(err)
 		}
+		if err := r.sensible(message); err != nil {
+			return err
+		}
 		switch message := message.GetMessage().(type) {
 		case *guestv1.AttachResponse_Opened:
 			err = r.opened(ctx, cancel, message.Opened)
 		case *guestv1.AttachResponse_Chunk:
 			chunk := message.Chunk
-			r.view.offsets[chunk.GetStream()] = chunk.GetOffset() + uint64(len(chunk.GetData()))
+			r.view.offsets[chunk.GetStream()] += uint64(len(chunk.GetData()))
 			err = r.peer.Chunk(chunk)
 		case *guestv1.AttachResponse_Gap:
 			r.view.offsets[message.Gap.GetStream()] = message.Gap.GetRange().GetTo()
 			err = r.peer.Gap(message.Gap)
 		case *guestv1.AttachResponse_InputAcknowledged:
-			err = r.peer.InputTaken(message.InputAcknowledged)
+			err = r.peer.InputTaken(min(message.InputAcknowledged, r.sent.Load()))
 		case *guestv1.AttachResponse_Done:
 			return r.done(ctx, message.Done)
 		}
@@ -233,8 +241,45 @@ func (r *relaying) run(ctx context.Context, cancel context.CancelFunc) error {
 	}
 }
 
+// sensible refuses a message that cannot follow on those before it: with it passed on, a peer would have
+// bytes in places where they never were.
+func (r *relaying) sensible(message *guestv1.AttachResponse) error {
+	wrong := ""
+	switch message := message.GetMessage().(type) {
+	case *guestv1.AttachResponse_Opened:
+		if _, err := about(message.Opened, r.job.GetMachineId(), r.job.GetId()); err != nil {
+			return err
+		}
+		if r.isOpen {
+			wrong = "a second beginning"
+		}
+	case *guestv1.AttachResponse_Chunk:
+		at, wanted := r.view.offsets[message.Chunk.GetStream()]
+		if !wanted || message.Chunk.GetOffset() != at || len(message.Chunk.GetData()) == 0 || len(message.Chunk.GetData()) > maxChunk {
+			wrong = fmt.Sprintf("%d bytes of stream %d at %d, where %d was next", len(message.Chunk.GetData()), message.Chunk.GetStream(), message.Chunk.GetOffset(), at)
+		}
+	case *guestv1.AttachResponse_Gap:
+		at, wanted := r.view.offsets[message.Gap.GetStream()]
+		if gap := message.Gap.GetRange(); !wanted || gap.GetFrom() != at || gap.GetTo() <= at {
+			wrong = fmt.Sprintf("a gap in stream %d from %d to %d, where %d was next", message.Gap.GetStream(), gap.GetFrom(), gap.GetTo(), at)
+		}
+	case *guestv1.AttachResponse_InputAcknowledged, *guestv1.AttachResponse_Done:
+	default:
+		wrong = "a message of no known kind"
+	}
+	if _, opens := message.GetMessage().(*guestv1.AttachResponse_Opened); wrong == "" && !r.isOpen && !opens {
+		wrong = "output before it had begun"
+	}
+	if wrong == "" {
+		return nil
+	}
+	return fault.New(fault.Internal, "the guest of machine %s makes no sense about job %s: it sent %s", r.job.GetMachineId(), r.job.GetId(), wrong)
+}
+
 // opened tells the peer, records a command that this very call began, and begins to carry input.
 func (r *relaying) opened(ctx context.Context, cancel context.CancelFunc, status *guestv1.Status) error {
+	r.isOpen = true
+	r.sent.Store(status.GetInputOffset())
 	if r.starts {
 		r.service.recordBehind(r.job, status)
 	}
@@ -253,6 +298,9 @@ func (r *relaying) carryInput(ctx context.Context, cancel context.CancelFunc) {
 			return
 		}
 		if err == nil {
+			if input := message.GetInput(); input != nil {
+				r.sent.Store(max(r.sent.Load(), input.GetOffset()+uint64(len(input.GetData()))))
+			}
 			err = r.guest.Send(message)
 		}
 		if errors.Is(err, io.EOF) {
@@ -280,7 +328,7 @@ func (r *relaying) explain(err error) error {
 
 // done gives the peer the outcome, once it can no longer change.
 func (r *relaying) done(ctx context.Context, status *guestv1.Status) error {
-	status, err := about(status, r.job.GetMachineId(), r.job.GetId())
+	status, err := ended(status, r.job.GetMachineId(), r.job.GetId())
 	if err != nil {
 		return err
 	}
@@ -294,7 +342,7 @@ func (r *relaying) done(ctx context.Context, status *guestv1.Status) error {
 // receipt is the record of a job that its guest says is done: brought home where it was written down
 // beforehand, else written behind.
 func (s *Service) receipt(ctx context.Context, job *recordv1.JobRecord, status *guestv1.Status) (*recordv1.JobRecord, error) {
-	if status.GetDurable() {
+	if job.GetStartDeadline() != nil { // only what was written down beforehand has one
 		return s.bringHome(ctx, job.GetMachineId(), status)
 	}
 	if isDone(job) {
@@ -308,7 +356,8 @@ func (s *Service) receipt(ctx context.Context, job *recordv1.JobRecord, status *
 
 // recordBehind writes behind that an attached command was begun.
 func (s *Service) recordBehind(job *recordv1.JobRecord, status *guestv1.Status) {
-	job.StartTime, job.Shell = boundedTime(status.GetStartTime(), s.opts.Now()), boundedText(status.GetShell())
+	s.setTimes(job, status)
+	job.EndTime, job.CpuNanos = nil, 0
 	record := proto.CloneOf(job)
 	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
 		known, err := tx.Job(record.GetId())

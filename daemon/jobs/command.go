@@ -3,6 +3,7 @@ package jobs
 import (
 	"fmt"
 	"maps"
+	"math"
 	"strings"
 	"time"
 
@@ -18,9 +19,10 @@ import (
 
 // Bounds on what a guest may say: a machine's root can forge anything its guest says.
 const (
-	maxGuestText      = 4 << 10
-	maxSurvivors      = 1000
-	maxClockAheadOfUs = 24 * time.Hour // a machine's clock may be off, but not without bounds
+	maxGuestText = 4 << 10
+	maxSurvivors = 1000
+	maxClockOff  = 24 * time.Hour // a machine's clock may be off, but not without bounds
+	maxChunk     = 1 << 20        // of output in one message; a guest sends a quarter of it
 )
 
 // command is what the guest is to run: the sandbox's environment, then the job's, secrets included,
@@ -78,6 +80,13 @@ func boundedOutcome(from *berthv1.Outcome) *berthv1.Outcome {
 	if code := outcome.GetExitCode(); code < 0 || code > 255 || outcome.GetCause() == berthv1.Cause_CAUSE_LOST {
 		outcome.ExitCode = nil
 	}
+	switch outcome.GetCause() {
+	case berthv1.Cause_CAUSE_EXITED, berthv1.Cause_CAUSE_STOPPED:
+	default:
+		if outcome.GetExitCode() == 0 {
+			outcome.ExitCode = nil // what did not exit by itself is no success
+		}
+	}
 	return outcome
 }
 
@@ -90,9 +99,30 @@ func about(status *guestv1.Status, machineID, jobID string) (*guestv1.Status, er
 	return status, nil
 }
 
-// boundedOutput is the head and the tail that a guest gave of a stream, no more than was asked for.
-func boundedOutput(from *guestv1.Output, limit uint64) *guestv1.Output {
+// ended is a guest's answer on a job that has ended, unless it is on another one, or on one that has not:
+// then nobody knows how it ended.
+func ended(status *guestv1.Status, machineID, jobID string) (*guestv1.Status, error) {
+	status, err := about(status, machineID, jobID)
+	if err != nil {
+		return nil, err
+	}
+	if !status.GetDone() {
+		return nil, fault.New(fault.Internal, "the guest of machine %s said that job %s is over, and in the same breath that it is not", machineID, jobID)
+	}
+	return status, nil
+}
+
+// boundedOutput is the head and the tail that a guest gave of a stream, no more than was asked for and
+// than there is of a stream that is sealed.
+func boundedOutput(from *guestv1.Output, facts *berthv1.OutputFacts, limit uint64) *guestv1.Output {
 	head, tail, offset := from.GetHead(), from.GetTail(), from.GetTailOffset()
+	total := facts.GetTotalBytes()
+	if facts.GetSealed() {
+		head = head[:min(uint64(len(head)), total)]
+	}
+	if offset < uint64(len(head)) || offset > math.MaxUint64-uint64(len(tail)) || facts.GetSealed() && offset+uint64(len(tail)) > total {
+		tail, offset = nil, 0 // it contradicts itself: where these bytes belong is not known
+	}
 	head = head[:min(uint64(len(head)), limit)]
 	if over := uint64(len(tail)) - min(uint64(len(tail)), limit-uint64(len(head))); over > 0 {
 		tail, offset = tail[over:], offset+over
@@ -115,10 +145,27 @@ func boundedFacts(from *berthv1.OutputFacts) *berthv1.OutputFacts {
 
 // boundedTime is a guest's time, unless it is beyond what a clock that is off can be.
 func boundedTime(from *timestamppb.Timestamp, now time.Time) *timestamppb.Timestamp {
-	if from == nil || !from.IsValid() || from.AsTime().After(now.Add(maxClockAheadOfUs)) {
+	if from == nil || !from.IsValid() || from.AsTime().After(now.Add(maxClockOff)) {
 		return nil
 	}
 	return from
+}
+
+// setTimes gives a job the times that its guest says it began and ended, as far as they can be: no end
+// before the start, and neither long before the job was made.
+func (s *Service) setTimes(job *recordv1.JobRecord, status *guestv1.Status) {
+	earliest := job.GetCreateTime().AsTime().Add(-maxClockOff)
+	job.StartTime, job.EndTime = boundedTime(status.GetStartTime(), s.opts.Now()), boundedTime(status.GetEndTime(), s.opts.Now())
+	if job.GetStartTime() != nil && job.GetStartTime().AsTime().Before(earliest) {
+		job.StartTime = nil
+	}
+	if end := job.GetEndTime(); end != nil && (end.AsTime().Before(earliest) || job.GetStartTime() != nil && end.AsTime().Before(job.GetStartTime().AsTime())) {
+		job.EndTime = nil
+	}
+	job.Shell, job.CpuNanos = boundedText(status.GetShell()), 0
+	if cpu := status.GetCpuTime(); cpu.IsValid() && cpu.AsDuration() > 0 {
+		job.CpuNanos = int64(cpu.AsDuration())
+	}
 }
 
 func boundedText(text string) string {

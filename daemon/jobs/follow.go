@@ -3,6 +3,8 @@ package jobs
 import (
 	"context"
 	"errors"
+	"fmt"
+	"log/slog"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -19,10 +21,14 @@ import (
 
 // Tuning.
 const (
-	listWait      = 30 * time.Second // one long poll for a machine's job changes
-	listLimit     = 500              // statuses an answer: far below the message limit
-	homeAtOnce    = 8                // receipts brought home at once a machine: they share commits
-	followRetry   = time.Second      // after an error that is not the link's
+	listWait    = 30 * time.Second // one long poll for a machine's job changes
+	listLimit   = 500              // statuses an answer: far below the message limit
+	homeAtOnce  = 8                // receipts brought home at once a machine: they share commits
+	followRetry = time.Second      // after an error that is not the link's
+	// askEvery and askSeldom pace a guest that answers before it was to: at most two hundred answers a
+	// second, and one a second where they say nothing new again and again.
+	askEvery      = 5 * time.Millisecond
+	askSeldom     = time.Second
 	attachedPolls = 10 * time.Second // one wait for a leftover attached command
 	// maxNamed is how many jobs a guest may name when stock is taken, pages counted in; and maxAdopted
 	// how many a machine that no record has: attached commands that were left by a crash, of which
@@ -96,22 +102,28 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 	request := &guestv1.ListRequest{Limit: listLimit} // everything, attached commands included
 	known, named := map[string]bool{}, 0
 	var settled time.Time
+	var pace pacer
+	warned := false
 	for ctx.Err() == nil {
 		response, err := s.list(ctx, machineID, request)
+		if err == nil && response.GetBootId() != hello.GetBootId() {
+			// Was it started again, the connection is about to break, and the next one's follower takes over.
+			err = fmt.Errorf("it answers as boot %q, and was connected to as %q", boundedText(response.GetBootId()), hello.GetBootId())
+		}
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Debug("cannot list the guest's jobs", "error", err)
+				log.Log(ctx, severity(warned), "cannot list the guest's jobs", "error", err)
+				warned = true
 				pause(ctx, followRetry)
 			}
 			continue
 		}
-		if response.GetBootId() != hello.GetBootId() {
-			return // the next connection's follower takes over
-		}
+		warned = false
 		if !s.takeAll(ctx, machineID, response.GetStatuses()) {
 			pause(ctx, followRetry)
 			continue // the same again: a job that is done announces no further change
 		}
+		pace.await(ctx, response.GetNextCursor() > request.GetSinceCursor())
 		request.SinceCursor = response.GetNextCursor()
 		named += len(response.GetStatuses()) + 1
 		if known == nil {
@@ -138,13 +150,44 @@ func note(known map[string]bool, response *guestv1.ListResponse) {
 		return
 	}
 	for _, status := range response.GetStatuses() {
-		known[status.GetJobId()] = true
+		if validJobID(status.GetJobId()) { // anything else is no open job's, and may be long
+			known[status.GetJobId()] = true
+		}
 	}
+}
+
+// severity is what a failure is worth that happens again and again: a warning the first time.
+func severity(warned bool) slog.Level {
+	if warned {
+		return slog.LevelDebug
+	}
+	return slog.LevelWarn
+}
+
+// pacer keeps a loop that asks a guest from running at the guest's speed.
+type pacer struct {
+	last  time.Time
+	empty int // answers in a row that said nothing new
+}
+
+// await waits until the guest may be asked again, after an answer that said something new, or nothing.
+func (p *pacer) await(ctx context.Context, news bool) {
+	wait := askEvery - time.Since(p.last)
+	if p.empty++; news {
+		p.empty = 0
+	}
+	if p.empty > 1 && wait > 0 {
+		wait = min(askEvery<<min(p.empty, 16), askSeldom)
+	}
+	if wait > 0 {
+		pause(ctx, wait)
+	}
+	p.last = time.Now()
 }
 
 func (s *Service) list(ctx context.Context, machineID string, request *guestv1.ListRequest) (*guestv1.ListResponse, error) {
 	var response *guestv1.ListResponse
-	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
+	err := s.ask(ctx, machineID, request.GetWait().AsDuration(), func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
 		response, err = guest.List(ctx, request)
 		return err
 	})
@@ -252,8 +295,14 @@ func (s *Service) mayAdopt(machineID string) bool {
 	return s.adopted[machineID] <= maxAdopted
 }
 
-// await waits for a leftover attached command to end, and brings its outcome home.
+// await waits for a leftover attached command to end, and brings its outcome home. It does nothing where
+// somebody waits for it already.
 func (s *Service) await(ctx context.Context, machineID, jobID string) {
+	if !s.setAwaited(jobID) {
+		return
+	}
+	defer s.unsetAwaited(jobID)
+	var pace pacer
 	for ctx.Err() == nil {
 		status, err := s.waitInGuest(ctx, machineID, jobID, attachedPolls)
 		if err != nil {
@@ -265,12 +314,29 @@ func (s *Service) await(ctx context.Context, machineID, jobID string) {
 			}
 			return
 		}
+		pace.await(ctx, false)
 	}
+}
+
+func (s *Service) setAwaited(jobID string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.awaited[jobID] {
+		return false
+	}
+	s.awaited[jobID] = true
+	return true
+}
+
+func (s *Service) unsetAwaited(jobID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.awaited, jobID)
 }
 
 func (s *Service) waitInGuest(ctx context.Context, machineID, jobID string, wait time.Duration) (*guestv1.Status, error) {
 	var status *guestv1.Status
-	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+	err := s.ask(ctx, machineID, wait, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		response, err := guest.Wait(ctx, &guestv1.WaitRequest{JobId: jobID, Wait: durationpb.New(wait)})
 		status = response.GetStatus()
 		return err

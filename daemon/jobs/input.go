@@ -31,7 +31,10 @@ func (s *Service) WriteInput(ctx context.Context, call lifecycle.Call, id string
 			if err != nil {
 				return err
 			}
-			next = response.GetNextOffset()
+			if next = response.GetNextOffset(); next < offset {
+				return fault.New(fault.Internal, "the guest of machine %s was given stdin from %d on and says that it has it up to %d",
+					job.GetMachineId(), offset, next)
+			}
 		}
 		if !eof || next < offset+uint64(len(data)) {
 			return nil
@@ -49,7 +52,11 @@ func (s *Service) inputTaken(ctx context.Context, job *recordv1.JobRecord) (uint
 	var taken uint64
 	err := s.inGuest(ctx, job, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		response, err := guest.Wait(ctx, &guestv1.WaitRequest{JobId: job.GetId()})
-		taken = response.GetStatus().GetInputOffset()
+		if err != nil {
+			return err
+		}
+		status, err := about(response.GetStatus(), job.GetMachineId(), job.GetId())
+		taken = status.GetInputOffset()
 		return err
 	})
 	return taken, err
@@ -81,7 +88,7 @@ func (s *Service) inGuest(ctx context.Context, job *recordv1.JobRecord, fn func(
 	if err := s.machineStopped(job); err != nil {
 		return err
 	}
-	err := s.opts.Links.Call(ctx, job.GetMachineId(), fn)
+	err := s.ask(ctx, job.GetMachineId(), 0, fn)
 	unheard := fault.Is(err, fault.GuestUnreachable)
 	if !unheard && !errors.Is(err, guestlink.ErrNoJob) {
 		return err

@@ -39,9 +39,10 @@ const (
 const (
 	activityEvery = 30 * time.Second // last_activity is written this often at most, or every command would cost a commit
 	tooManyRetry  = 5 * time.Second
+	guestPatience = 30 * time.Second // far above what a guest under load takes
 )
 
-// Options configure a Service. All but Now are required.
+// Options configure a Service. All but Now and GuestPatience are required.
 type Options struct {
 	Store     *store.Store
 	Vault     *vault.Vault
@@ -50,6 +51,9 @@ type Options struct {
 	OutputDir string // receipts' output lies here, a directory for each job
 	Log       *slog.Logger
 	Now       func() time.Time
+	// GuestPatience is how long a guest that is connected may take to answer beyond what the call itself
+	// waits for. Default: 30 s.
+	GuestPatience time.Duration
 }
 
 // Service runs jobs and keeps their receipts.
@@ -78,6 +82,7 @@ type Service struct {
 	forgettable map[string]bool
 	stocked     map[string]bool // machines whose jobs were taken stock of since the start
 	adopted     map[string]int  // jobs that a guest named and no record had, by machine
+	awaited     map[string]bool // jobs whose end somebody here waits for
 
 	importing singleflight.Group // by job
 }
@@ -86,6 +91,9 @@ type Service struct {
 func New(opts Options) (*Service, error) {
 	if opts.Now == nil {
 		opts.Now = time.Now
+	}
+	if opts.GuestPatience == 0 {
+		opts.GuestPatience = guestPatience
 	}
 	output, err := openHomeOutput(opts.OutputDir)
 	if err != nil {
@@ -96,7 +104,7 @@ func New(opts Options) (*Service, error) {
 	return &Service{
 		opts: opts, output: output, news: newNews(), ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
 		followers: map[string]*follower{}, beginning: map[string]bool{}, attached: map[string]*recordv1.JobRecord{}, active: map[string]time.Time{},
-		held: map[string]int{}, spent: map[string][]string{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{},
+		held: map[string]int{}, spent: map[string][]string{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{}, awaited: map[string]bool{},
 	}, nil
 }
 
@@ -352,7 +360,8 @@ func (s *Service) recordRunning(ctx context.Context, status *guestv1.Status) {
 
 func (s *Service) setRunning(job *recordv1.JobRecord, status *guestv1.Status) {
 	job.State, job.SealedSecrets = berthv1.JobState_JOB_STATE_RUNNING, nil
-	job.StartTime, job.Shell = boundedTime(status.GetStartTime(), s.opts.Now()), boundedText(status.GetShell())
+	s.setTimes(job, status)
+	job.EndTime, job.CpuNanos = nil, 0
 }
 
 func (s *Service) setBeginning(jobID string, underWay bool) {

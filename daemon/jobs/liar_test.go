@@ -447,7 +447,14 @@ func TestARunReturnsNoMoreThanWasAskedFor(t *testing.T) {
 			Status: &guestv1.Status{Done: true, Outcome: exited(0)}, Stdout: &guestv1.Output{Head: make([]byte, 10), Tail: make([]byte, 2<<20)},
 		},
 	} {
-		l.says(func(l *liar) { l.run = func(*guestv1.RunRequest) *guestv1.RunResponse { return response } })
+		l.says(func(l *liar) {
+			l.run = func(request *guestv1.RunRequest) *guestv1.RunResponse {
+				if response.GetStatus() != nil {
+					response.Status.JobId = request.GetStart().GetJobId()
+				}
+				return response
+			}
+		})
 		ran, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100)
 		if err != nil || len(ran.Stdout.GetHead())+len(ran.Stdout.GetTail()) > 100 || proto.Size(ran.Job) > 4<<10 || !isDone(ran.Job) {
 			t.Errorf("%s: %d and %d bytes, %v (%v)", name, len(ran.Stdout.GetHead()), len(ran.Stdout.GetTail()), ran.Job, err)

@@ -106,9 +106,7 @@ func (s *Service) writeReceipt(ctx context.Context, job *recordv1.JobRecord, sta
 			return // only its output had been left open
 		}
 		s.conclude(job, boundedOutcome(status.GetOutcome()))
-		now := s.opts.Now()
-		job.StartTime, job.EndTime = boundedTime(status.GetStartTime(), now), boundedTime(status.GetEndTime(), now)
-		job.Shell, job.CpuNanos = boundedText(status.GetShell()), int64(status.GetCpuTime().AsDuration())
+		s.setTimes(job, status)
 	})
 	// gofail: var jobsAfterReceipt struct{}
 	// fault.Die()
@@ -202,6 +200,11 @@ func (s *Service) JobsChanged(ids []string) {
 // disk here loses output, counted as dropped, and never the outcome.
 func (s *Service) fetch(ctx context.Context, machineID string, job *recordv1.JobRecord, stream berthv1.Stream, from *berthv1.OutputFacts) (*berthv1.OutputFacts, error) {
 	facts := &berthv1.OutputFacts{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), EndAtExit: endAtExit(from)}
+	if before := factsOf(job, stream); isDone(job) && before.GetTotalBytes() > from.GetTotalBytes() {
+		// A stream does not shrink: what the receipt says of it already is all that can be believed.
+		before.Sealed = from.GetSealed()
+		return before, nil
+	}
 	if job.GetKeepOutput() {
 		budget := outputLimit(job)
 		for _, kept := range inOrder(firstTwo(from.GetKept())) {
@@ -210,7 +213,8 @@ func (s *Service) fetch(ctx context.Context, machineID string, job *recordv1.Job
 				break // the guest contradicts itself: nothing more of this stream can be believed
 			}
 			budget -= length
-			copied, err := s.copyRange(ctx, machineID, job.GetId(), stream, kept.GetFrom(), kept.GetFrom(), kept.GetFrom()+length)
+			to := kept.GetFrom() + length
+			copied, err := s.copyRange(ctx, machineID, job.GetId(), stream, kept.GetFrom(), min(to, receipted(job, stream, kept.GetFrom())), to)
 			if copied > kept.GetFrom() {
 				facts.Kept = append(facts.Kept, &berthv1.ByteRange{From: kept.GetFrom(), To: copied})
 			}
@@ -221,6 +225,19 @@ func (s *Service) fetch(ctx context.Context, machineID string, job *recordv1.Job
 	}
 	facts.DroppedBytes = facts.GetTotalBytes() - length(facts.GetKept())
 	return facts, nil
+}
+
+// receipted returns how far a receipt that was left open has the range of a stream that begins at from:
+// those bytes may have been read by somebody, and are not asked for again.
+func receipted(job *recordv1.JobRecord, stream berthv1.Stream, from uint64) uint64 {
+	if isDone(job) {
+		for _, kept := range factsOf(job, stream).GetKept() {
+			if kept.GetFrom() == from {
+				return kept.GetTo()
+			}
+		}
+	}
+	return from
 }
 
 // copyHead copies what a running job's stream has grown by, as far as the head goes; the tail moves
@@ -283,7 +300,7 @@ func noRoom(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is
 
 func (s *Service) readInGuest(ctx context.Context, machineID string, request *guestv1.ReadRequest) (*guestv1.ReadResponse, error) {
 	var response *guestv1.ReadResponse
-	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
+	err := s.ask(ctx, machineID, request.GetWait().AsDuration(), func(ctx context.Context, guest guestv1.GuestServiceClient) (err error) {
 		response, err = guest.Read(ctx, request)
 		return err
 	})
@@ -293,7 +310,7 @@ func (s *Service) readInGuest(ctx context.Context, machineID string, request *gu
 // forget lets a guest drop a job that is at home. A failure costs only the guest's disk: the job is
 // named again at the next connection.
 func (s *Service) forget(ctx context.Context, machineID string, ids ...string) {
-	err := s.opts.Links.Call(ctx, machineID, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+	err := s.ask(ctx, machineID, 0, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		_, err := guest.Forget(ctx, &guestv1.ForgetRequest{JobIds: ids})
 		return err
 	})

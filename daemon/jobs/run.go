@@ -97,10 +97,20 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 		s.unsetAttached(job.GetId()) // if it runs all the same, the guest will name it
 		return nil, err
 	}
-	s.fill(job, response.GetStatus())
+	status, err := ended(response.GetStatus(), job.GetMachineId(), job.GetId())
+	if err != nil {
+		s.opts.Log.Warn("what became of a command is not known", "machine", job.GetMachineId(), "job", job.GetId(), "error", err)
+		s.conclude(job, lost("guest_confused: "+boundedText(err.Error())))
+		s.recordAttached(job)
+		return &Ran{Job: job}, nil
+	}
+	s.fill(job, status)
 	s.recordAttached(job)
 	s.afterCommit(job.GetId(), job.GetMachineId())
-	return &Ran{Job: job, Stdout: boundedOutput(response.GetStdout(), maxOutput), Stderr: boundedOutput(response.GetStderr(), maxOutput)}, nil
+	return &Ran{
+		Job:    job,
+		Stdout: boundedOutput(response.GetStdout(), job.GetStdout(), maxOutput), Stderr: boundedOutput(response.GetStderr(), job.GetStderr(), maxOutput),
+	}, nil
 }
 
 // newAttached makes the record of a command that is not written down before it runs, and the command
@@ -133,10 +143,8 @@ func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berth
 
 // fill gives an attached command's record what its guest said of its end.
 func (s *Service) fill(job *recordv1.JobRecord, status *guestv1.Status) {
-	now := s.opts.Now()
 	s.conclude(job, boundedOutcome(status.GetOutcome()))
-	job.StartTime, job.EndTime = boundedTime(status.GetStartTime(), now), boundedTime(status.GetEndTime(), now)
-	job.Shell, job.CpuNanos = boundedText(status.GetShell()), int64(status.GetCpuTime().AsDuration())
+	s.setTimes(job, status)
 	job.Stdout, job.Stderr = boundedFacts(status.GetStdout()), boundedFacts(status.GetStderr())
 }
 

@@ -48,7 +48,7 @@ type Hooks struct {
 	JobsChanged func(jobIDs []string)
 }
 
-// Options configure a Service. All but Now are required.
+// Options configure a Service. All but Now and the timeouts are required.
 type Options struct {
 	Store     *store.Store
 	Vault     *vault.Vault
@@ -58,6 +58,10 @@ type Options struct {
 	Log       *slog.Logger
 	Now       func() time.Time
 	Hooks     Hooks
+	// ProviderTimeout bounds one call of a provider. Default: 2 minutes; booting a VM is the slowest.
+	ProviderTimeout time.Duration
+	// GuestTimeout bounds the time from a boot to the guest's first hello. Default: a minute.
+	GuestTimeout time.Duration
 }
 
 // Named is a provider under its name.
@@ -86,6 +90,12 @@ type Service struct {
 func New(opts Options) *Service {
 	if opts.Now == nil {
 		opts.Now = time.Now
+	}
+	if opts.ProviderTimeout == 0 {
+		opts.ProviderTimeout = providerTimeout
+	}
+	if opts.GuestTimeout == 0 {
+		opts.GuestTimeout = guestTimeout
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	draining, drain := context.WithCancel(ctx)
@@ -341,9 +351,11 @@ func (s *Service) Resume(ctx context.Context, call Call, id string) (*recordv1.S
 	}
 	sandbox, err := s.settled(ctx, id)
 	if fault.Is(err, fault.WrongState) {
-		if record, readErr := s.sandbox(id); readErr == nil && record.GetLastError() != nil &&
-			record.GetState() == berthv1.SandboxState_SANDBOX_STATE_STOPPED {
-			return nil, refusal(record.GetLastError())
+		if record, readErr := s.sandbox(id); readErr == nil && record.GetLastError() != nil {
+			switch record.GetState() {
+			case berthv1.SandboxState_SANDBOX_STATE_STOPPED, berthv1.SandboxState_SANDBOX_STATE_SUSPENDED:
+				return nil, refusal(record.GetLastError())
+			}
 		}
 	}
 	return sandbox, err

@@ -16,7 +16,7 @@ import (
 
 // able refuses, before anything is created, what the provider cannot honour.
 func (s *Service) able(ctx context.Context, name string, provider providers.Provider, spec *berthv1.SandboxSpec) error {
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	info, err := provider.Info(ctx)
 	if err != nil {
@@ -196,7 +196,7 @@ func (s *Service) inspect(ctx context.Context, machine *recordv1.MachineRecord) 
 	if err != nil {
 		return providers.Machine{}, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	return provider.Inspect(ctx, machine.GetId())
 }

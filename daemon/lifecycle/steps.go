@@ -74,7 +74,7 @@ func (s *Service) boot(ctx context.Context, operation *recordv1.OperationRecord)
 	if err := s.stillThere(ctx, operation, machine); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeBoot struct{}
 	// fault.Die()
@@ -163,7 +163,7 @@ func (s *Service) connect(ctx context.Context, operation *recordv1.OperationReco
 // firstHello waits for the guest of a machine that was just booted, as long as the provider still
 // has it running.
 func (s *Service) firstHello(ctx context.Context, machine *recordv1.MachineRecord) (*guestv1.HelloResponse, error) {
-	limited, cancel := context.WithTimeout(ctx, guestTimeout)
+	limited, cancel := context.WithTimeout(ctx, s.opts.GuestTimeout)
 	defer cancel()
 	for {
 		patience, stop := context.WithTimeout(limited, inspectEvery)
@@ -179,7 +179,7 @@ func (s *Service) firstHello(ctx context.Context, machine *recordv1.MachineRecor
 		case inspectErr == nil && found.State == providers.MachineStopped:
 			return nil, fmt.Errorf("machine %s stopped before its guest answered: %s: %w", machine.GetId(), found.Note, providers.ErrAmbiguous)
 		case limited.Err() != nil:
-			return nil, fmt.Errorf("the guest of machine %s did not answer within %s: %w", machine.GetId(), guestTimeout, err)
+			return nil, fmt.Errorf("the guest of machine %s did not answer within %s: %w", machine.GetId(), s.opts.GuestTimeout, err)
 		}
 	}
 }
@@ -255,7 +255,7 @@ func (s *Service) cutEgress(ctx context.Context, machineID string) error {
 		return fault.New(fault.CapabilityMissing, "spec.egress: provider %s cannot cut a machine off from the network", machine.GetProvider()).
 			With("provider", machine.GetProvider()).With("capability", string(providers.CapEgressNone))
 	}
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeCut struct{}
 	// fault.Die()
@@ -274,7 +274,7 @@ func (s *Service) providerInfo(ctx context.Context, machineID string) (providers
 	if err != nil {
 		return providers.Info{}, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	return provider.Info(ctx)
 }
@@ -379,7 +379,7 @@ func (s *Service) removeMachine(ctx context.Context, operation *recordv1.Operati
 		return err
 	}
 	s.opts.Links.Drop(machine.GetId())
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeDestroy struct{}
 	// fault.Die()

@@ -122,11 +122,13 @@ func (s *Service) suspend(ctx context.Context, operation *recordv1.OperationReco
 		return err
 	}
 	s.opts.Links.Drop(operation.GetMachineId())
-	ctx, cancel := context.WithTimeout(ctx, providerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
 	// gofail: var lifecycleBeforeSuspend struct{}
 	// fault.Die()
-	if err := suspender.Suspend(ctx, machine); err != nil {
+	if err := suspender.Suspend(ctx, machine); errors.Is(err, providers.ErrNotFound) {
+		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.ID)
+	} else if err != nil {
 		return fmt.Errorf("suspend machine %s: %w", machine.ID, err)
 	}
 	// gofail: var lifecycleAfterSuspend struct{}
@@ -193,9 +195,11 @@ func (s *Service) unfreeze(ctx context.Context, operation *recordv1.OperationRec
 	if err != nil {
 		return err
 	}
-	limited, cancel := context.WithTimeout(ctx, providerTimeout)
+	limited, cancel := context.WithTimeout(ctx, s.opts.ProviderTimeout)
 	defer cancel()
-	if err := suspender.Resume(limited, machine); err != nil {
+	if err := suspender.Resume(limited, machine); errors.Is(err, providers.ErrNotFound) {
+		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.ID)
+	} else if err != nil {
 		return fmt.Errorf("resume machine %s: %w", machine.ID, err)
 	}
 	record, err := s.machineRecord(operation.GetMachineId())

@@ -121,6 +121,9 @@ func (p Preparer) run(ctx context.Context, machineID string, request *guestv1.Ru
 		response, err = guest.Run(ctx, request)
 		return err
 	})
+	if status := response.GetStatus(); err == nil && (status.GetJobId() != request.GetStart().GetJobId() || !status.GetDone()) {
+		return nil, fault.New(fault.Internal, "the guest of machine %s was to say how job %s ended, and did not", machineID, request.GetStart().GetJobId())
+	}
 	return response, err
 }
 

@@ -1,9 +1,9 @@
 // Package fake is a provider for tests: its machines are real guest processes, each in a directory of
 // its own, and every call of it can be made to fail in the ways that real providers fail. Faults come
 // from a script in its directory that is read again at each call, so that a test also reaches the
-// provider of a broker in another process; see World. What it knows of its machines lies in files and
-// locks, and survives a crash. It isolates nothing, never runs a command in a machine, and is no
-// provider for work.
+// provider of a broker in another process; see World. What its guests say can be changed on the way; see
+// World.Lie. What it knows of its machines lies in files and locks, and survives a crash. It isolates
+// nothing, never runs a command in a machine, and is no provider for work.
 package fake
 
 import (
@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/fake/liar"
 	"github.com/berth-sandbox/berth/providers/reverse"
 )
 
@@ -30,7 +31,7 @@ const (
 	termPatience = 3 * time.Second       // for a guest to end what it started, before it is killed
 	killPatience = 10 * time.Second      // for killed processes to be gone
 	pollEvery    = 5 * time.Millisecond  // at something that is about to happen
-	reapEvery    = 20 * time.Millisecond // the exit of guests that this process started
+	attendEvery  = 20 * time.Millisecond // to the exit of guests that this process started, and to the script of lies
 )
 
 // Options are what a Provider is made from. All but Log are required.
@@ -45,12 +46,13 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// Provider boots guests as plain processes. It satisfies providers.Provider.
+// Provider boots guests as plain processes. It satisfies providers.Provider and Suspender.
 type Provider struct {
 	world  World
 	broker string
 	guest  func(arch string) (string, error)
 	log    *slog.Logger
+	lies   *liar.Script
 
 	ctx    context.Context //nolint:containedctx // ends what is done again after a reply
 	cancel context.CancelFunc
@@ -59,9 +61,13 @@ type Provider struct {
 	mu       sync.Mutex
 	turns    map[string]*sync.Mutex // by machine
 	children map[int]bool           // guests that this process started and has not reaped
+	plain    map[*honestConn]bool   // connections with nobody in their middle
 }
 
-var _ providers.Provider = (*Provider)(nil)
+var (
+	_ providers.Provider  = (*Provider)(nil)
+	_ providers.Suspender = (*Provider)(nil)
+)
 
 // name is a machine's or a broker's id as far as it becomes a file's name.
 var name = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$`)
@@ -93,8 +99,9 @@ func New(options Options) (*Provider, error) {
 	p := &Provider{
 		world: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
 		ctx: ctx, cancel: cancel, turns: map[string]*sync.Mutex{}, children: map[int]bool{},
+		lies: liar.In(dir), plain: map[*honestConn]bool{},
 	}
-	p.work.Go(p.reap)
+	p.work.Go(p.attend)
 	return p, nil
 }
 
@@ -117,9 +124,10 @@ func (p *Provider) Close() error {
 	return nil
 }
 
-// reap collects the exit of guests that this process started, so that they leave no zombies.
-func (p *Provider) reap() {
-	ticker := time.NewTicker(reapEvery)
+// attend collects the exit of guests that this process started, so that they leave no zombies, and looks
+// whether lies are wanted.
+func (p *Provider) attend() {
+	ticker := time.NewTicker(attendEvery)
 	defer ticker.Stop()
 	for {
 		p.mu.Lock()
@@ -129,6 +137,7 @@ func (p *Provider) reap() {
 			}
 		}
 		p.mu.Unlock()
+		p.overhear()
 		select {
 		case <-p.ctx.Done():
 			return
@@ -154,7 +163,7 @@ func (p *Provider) turn(id string) (unlock func()) {
 func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
 	info := providers.Info{
 		Name: "fake", Isolation: providers.IsolationNone, Healthy: true,
-		Message: "for tests: plain host processes, and faults on purpose", Capabilities: []providers.Capability{providers.CapRestart},
+		Message: "for tests: plain host processes, and faults on purpose", Capabilities: []providers.Capability{providers.CapRestart, providers.CapSuspend},
 	}
 	err := p.faced(ctx, CallInfo, "", func(context.Context) error {
 		if _, err := p.guest(runtime.GOARCH); err != nil {
@@ -294,7 +303,7 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 		if err != nil {
 			return fmt.Errorf("listening for machine %s: %w", m.ID, err)
 		}
-		dialer = opened
+		dialer = overheard{opened, p, m.ID}
 		return nil
 	})
 	if err != nil && dialer != nil {
@@ -330,6 +339,9 @@ func (p *Provider) boot(ctx context.Context, spec providers.MachineSpec) error {
 	defer func() { _ = lock.Close() }() // the guest's own descriptor keeps it
 	if err := m.killMembers(ctx); err != nil {
 		return err
+	}
+	if err := os.Remove(m.path(frozenFile)); err != nil && !isAbsent(err) {
+		return fmt.Errorf("booting machine %s: %w", m.ID, err)
 	}
 	m.ListenDir, m.Generation = spec.ListenDir, spec.Generation
 	if err := m.write(); err != nil {

@@ -27,6 +27,8 @@ const (
 	CallList    Call = "list"
 	CallDestroy Call = "destroy"
 	CallDialer  Call = "dialer"
+	CallSuspend Call = "suspend"
+	CallResume  Call = "resume"
 )
 
 // Kind is how a call goes wrong.

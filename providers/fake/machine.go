@@ -137,9 +137,12 @@ func (m *machine) describe() (providers.Machine, error) {
 		return found, err
 	}
 	running, err := m.running()
-	if running {
+	switch {
+	case running && m.frozen():
+		found.State, found.Note = providers.MachineSuspended, "it is suspended"
+	case running:
 		found.State = providers.MachineRunning
-	} else {
+	default:
 		found.Note = "its guest has ended"
 		// Not by its boots, which are noted after the start: a broker that is killed in between has booted it.
 		if _, err := os.Stat(m.path(bootFile)); isAbsent(err) {

@@ -1,0 +1,215 @@
+package jobs
+
+import (
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/berth-sandbox/berth/daemon/fault"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	between "github.com/berth-sandbox/berth/providers/fake/liar"
+)
+
+// told returns how often a lie was told.
+func (w *world) told(id string) int {
+	w.t.Helper()
+	times, err := w.fake.World().Told(id)
+	must(w.t, err)
+	return times
+}
+
+// overheard is a world with a sandbox whose real guest tells lies.
+func overheard(t *testing.T, lies ...between.Lie) (*world, *recordv1.SandboxRecord) {
+	t.Helper()
+	w := newWorld(t)
+	must(t, w.fake.World().Lie())
+	sandbox := w.sandbox()
+	must(t, w.fake.World().Lie(lies...))
+	return w, sandbox
+}
+
+func TestAGuestThatAnswersAtOnceIsAskedSeldom(t *testing.T) {
+	t.Parallel()
+	w, sandbox := overheard(t,
+		between.Lie{ID: "list", Call: "List", Kind: between.AtOnce}, between.Lie{ID: "wait", Call: "Wait", Kind: between.AtOnce})
+	job := w.started(sandbox, shell("sleep 60")) // ends the list that was asked for before
+	w.spawn(func() { w.await(w.ctx, sandbox.GetMachineId(), job.GetId()) })
+	w.wait("the lies to be told", func() bool { return w.told("list") > 0 && w.told("wait") > 0 })
+	lists, waits := w.told("list"), w.told("wait")
+	pause(w.ctx, 2*time.Second)
+	if lists, waits = w.told("list")-lists, w.told("wait")-waits; lists > 30 || waits > 30 {
+		t.Errorf("in two seconds it was asked %d and %d times", lists, waits)
+	}
+	_, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(0))
+	must(t, err)
+}
+
+func TestAGuestWhoseConnectionsBreakAtOnceIsDialledSeldom(t *testing.T) {
+	t.Parallel()
+	w, _ := overheard(t,
+		between.Lie{ID: "hello", Call: "Hello", Kind: between.Set, Fields: map[string]any{"uid": 1}}, between.Lie{ID: "cut", Call: "List", Kind: between.CutMidway})
+	w.restart()
+	w.wait("the lies to be told", func() bool { return w.told("hello") > 1 })
+	before := w.told("hello")
+	pause(w.ctx, 2*time.Second)
+	if dialled := w.told("hello") - before; dialled > 20 {
+		t.Errorf("in two seconds it was dialled %d times", dialled)
+	}
+}
+
+func TestAFollowerOutlivesOneListOfAnotherBoot(t *testing.T) {
+	t.Parallel()
+	w, sandbox := overheard(t, between.Lie{ID: "boot", Call: "List", Kind: between.Set, Fields: map[string]any{"boot_id": "another"}, Times: 1})
+	job := w.started(sandbox, shell("exit 7"))
+	w.wait("the job's outcome to come home by itself", func() bool { return isDone(w.record(job.GetId())) })
+	w.wantExit(w.record(job.GetId()), 7)
+	if w.told("boot") != 1 {
+		t.Error("the lie was not told")
+	}
+}
+
+func TestACommandsEndIsWaitedForOnce(t *testing.T) {
+	t.Parallel()
+	w, sandbox := overheard(t)
+	job := w.started(sandbox, shell("sleep 60"))
+	w.spawn(func() { w.await(w.ctx, sandbox.GetMachineId(), job.GetId()) })
+	w.wait("somebody to wait", func() bool { return !w.setAwaited(job.GetId()) })
+	again := make(chan bool)
+	go func() {
+		w.await(w.ctx, sandbox.GetMachineId(), job.GetId())
+		close(again)
+	}()
+	select {
+	case <-again:
+	case <-time.After(5 * time.Second):
+		t.Error("a second one waits")
+	}
+	_, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(0))
+	must(t, err)
+	<-again
+}
+
+func TestAGuestThatIsConnectedAndSilentHoldsNobodyUp(t *testing.T) {
+	t.Parallel()
+	w, sandbox := overheard(t)
+	w.opts.GuestPatience = 300 * time.Millisecond
+	job := w.started(sandbox, shell("sleep 60"))
+	w.wait("it to be recorded as running", func() bool { return hasBegun(w.record(job.GetId())) })
+	var lies []between.Lie
+	for _, silent := range []string{"Wait", "Read", "Signal", "Input", "Stop"} {
+		lies = append(lies, between.Lie{ID: silent, Call: silent, Kind: between.Silent})
+	}
+	must(t, w.fake.World().Lie(lies...))
+	for name, ask := range map[string]func() error{
+		"Wait": func() error { _, err := w.Poll(w.ctx, namespace, job.GetId(), 0); return err },
+		"Read": func() error {
+			_, err := w.ReadOutput(w.ctx, namespace, job.GetId(), berthv1.Stream_STREAM_STDOUT, 0, 10, 0)
+			return err
+		},
+		"Signal": func() error { _, err := w.Signal(w.ctx, call("signal", ""), job.GetId(), 18); return err },
+		"Stop":   func() error { _, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(0)); return err },
+	} {
+		if err := ask(); !fault.Is(err, fault.GuestUnreachable) {
+			t.Errorf("%s: the error is %v", name, err)
+		}
+	}
+}
+
+func TestARunThatIsAnsweredWithAnotherJobIsLost(t *testing.T) {
+	t.Parallel()
+	w, _, sandbox, l := lying(t)
+	for name, answer := range map[string]func(id string) *guestv1.Status{
+		"another job":            func(string) *guestv1.Status { return over0("job_00000000000000000000000000", exited(0)) },
+		"one that is not done":   func(id string) *guestv1.Status { return &guestv1.Status{JobId: id, Outcome: exited(0)} },
+		"a signal and a success": func(id string) *guestv1.Status { return over0(id, &berthv1.Outcome{ExitCode: exited(0).ExitCode}) },
+	} {
+		l.says(func(l *liar) {
+			l.run = func(request *guestv1.RunRequest) *guestv1.RunResponse {
+				return &guestv1.RunResponse{Status: answer(request.GetStart().GetJobId()), Stdout: &guestv1.Output{Head: []byte("other")}}
+			}
+		})
+		ran, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100)
+		must(t, err)
+		if outcome := ran.Job.GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+			t.Errorf("%s: it ended as %v", name, outcome)
+		}
+	}
+	job := w.started(sandbox, shell("true"))
+	l.says(func(l *liar) {
+		l.stop = func(id string) (*guestv1.Status, error) { return &guestv1.Status{JobId: id, Outcome: exited(0)}, nil }
+	})
+	if stopped, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), nil); !fault.Is(err, fault.Internal) {
+		t.Errorf("a stop that is answered with a job that is not over: %v (%v)", stopped, err)
+	}
+	if isDone(w.record(job.GetId())) {
+		t.Errorf("it is %v", w.record(job.GetId()))
+	}
+}
+
+func TestBytesOfAReceiptNeverChange(t *testing.T) {
+	t.Parallel()
+	w, _, sandbox, l := lying(t)
+	answers := func(letter byte) {
+		l.says(func(l *liar) {
+			l.read = func(request *guestv1.ReadRequest) (*guestv1.ReadResponse, error) {
+				data := make([]byte, request.GetMaxBytes())
+				for i := range data {
+					data[i] = letter
+				}
+				return &guestv1.ReadResponse{Data: data}, nil
+			}
+		})
+	}
+	tell := func(id string, facts *berthv1.OutputFacts) {
+		status := over0(id, exited(0))
+		status.Stdout = facts
+		l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{status}}
+	}
+	for name, later := range map[string]*berthv1.OutputFacts{
+		"more of it": sealedFacts(8, bytesRange(0, 8)), "as much of it": sealedFacts(5, bytesRange(0, 5)), "less of it": sealedFacts(2, bytesRange(0, 2)),
+	} {
+		job := w.started(sandbox, shell("true"))
+		answers('a')
+		tell(job.GetId(), &berthv1.OutputFacts{TotalBytes: 5, Kept: []*berthv1.ByteRange{bytesRange(0, 5)}})
+		w.done(job.GetId())
+		answers('b')
+		tell(job.GetId(), later)
+		w.wait("its output to be sealed", func() bool { return isComplete(w.record(job.GetId())) })
+		data, _ := w.readAll(job.GetId(), berthv1.Stream_STREAM_STDOUT)
+		if string(data[:min(5, len(data))]) != "aaaaa" {
+			t.Errorf("%s: its output was aaaaa and is %q", name, data)
+		}
+	}
+}
+
+func TestTimesAreOnlyWhatTimesCanBe(t *testing.T) {
+	t.Parallel()
+	w, _, sandbox, l := lying(t)
+	now := time.Now()
+	at := func(after time.Duration) *timestamppb.Timestamp { return timestamppb.New(now.Add(after)) }
+	for _, test := range []struct {
+		name                  string
+		start, end            *timestamppb.Timestamp
+		cpu                   *durationpb.Duration
+		hasStart, hasEnd, has bool
+	}{
+		{"what is true", at(0), at(time.Second), durationpb.New(time.Second), true, true, true},
+		{"an end before the start", at(time.Second), at(0), durationpb.New(-time.Second), true, false, false},
+		{"the year 1", &timestamppb.Timestamp{Seconds: -62135596800}, &timestamppb.Timestamp{Seconds: -62135596800}, nil, false, false, false},
+		{"the year 9999", &timestamppb.Timestamp{Seconds: 253402300799}, at(time.Second), &durationpb.Duration{Seconds: 1 << 62}, false, true, false},
+		{"half a year ago", at(-4000 * time.Hour), at(-4000 * time.Hour), nil, false, false, false},
+	} {
+		job := w.started(sandbox, shell("true"))
+		status := over0(job.GetId(), exited(0))
+		status.StartTime, status.EndTime, status.CpuTime = test.start, test.end, test.cpu
+		l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{status}}
+		done := w.done(job.GetId())
+		if (done.GetStartTime() != nil) != test.hasStart || (done.GetEndTime() != nil) != test.hasEnd || (done.GetCpuNanos() > 0) != test.has || done.GetCpuNanos() < 0 {
+			t.Errorf("%s: from %v to %v, CPU %d ns", test.name, done.GetStartTime(), done.GetEndTime(), done.GetCpuNanos())
+		}
+	}
+}

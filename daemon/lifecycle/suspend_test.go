@@ -1,0 +1,135 @@
+package lifecycle
+
+import (
+	"testing"
+	"time"
+
+	"github.com/berth-sandbox/berth/daemon/fault"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/fake"
+)
+
+const suspended = berthv1.SandboxState_SANDBOX_STATE_SUSPENDED
+
+// impatient is a world that waits a short time only for its provider.
+func impatient(t *testing.T) *world {
+	t.Helper()
+	w := newWorld(t)
+	w.opts.ProviderTimeout = 1500 * time.Millisecond
+	return w
+}
+
+func TestASuspendMeetsFaults(t *testing.T) {
+	for _, test := range []struct {
+		kind   fake.Kind
+		reason fault.Reason // of the call's error; empty: it succeeds
+		state  berthv1.SandboxState
+		boots  int // once it was resumed
+	}{
+		{fake.Late, "", suspended, 1},
+		{fake.Fail, "", suspended, 1},
+		{fake.Unavailable, "", suspended, 1},
+		{fake.LoseReply, "", suspended, 1},
+		{fake.Hang, "", suspended, 1},
+		{fake.HangAfter, "", suspended, 1},
+		{fake.Kill, "", suspended, 2},
+		{fake.Refuse, fault.ProviderRefused, running, 1},
+		{fake.Vanish, fault.MachineGone, stopped, 0},
+	} {
+		t.Run(string(test.kind), func(t *testing.T) {
+			t.Parallel()
+			w := impatient(t)
+			sandbox := w.created()
+			w.script(fake.Fault{Call: fake.CallSuspend, Kind: test.kind, Times: 1, DelayMillis: 50})
+			_, err := w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
+			if test.reason == "" {
+				must(t, err)
+			} else if !fault.Is(err, test.reason) {
+				t.Errorf("the error is %v, want %s", err, test.reason)
+			}
+			w.wantState(test.state)
+			if w.operation() != nil {
+				t.Errorf("operation %v is left", w.operation())
+			}
+			if test.boots == 0 {
+				return
+			}
+			again, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+			must(t, err)
+			w.wantState(running)
+			w.wantBoots(test.boots)
+			if again.GetGeneration() != uint64(test.boots) {
+				t.Errorf("it is in generation %d, want %d", again.GetGeneration(), test.boots)
+			}
+		})
+	}
+}
+
+func TestAResumeOfASuspendedMachineMeetsFaults(t *testing.T) {
+	for _, test := range []struct {
+		kind   fake.Kind
+		reason fault.Reason
+		state  berthv1.SandboxState
+		boots  int
+	}{
+		{fake.Late, "", running, 1},
+		{fake.Fail, "", running, 1},
+		{fake.Unavailable, "", running, 1},
+		{fake.LoseReply, "", running, 1},
+		{fake.Hang, "", running, 1},
+		{fake.HangAfter, "", running, 1},
+		{fake.Kill, "", running, 2},
+		{fake.Refuse, fault.ProviderRefused, suspended, 1},
+		{fake.Vanish, fault.MachineGone, stopped, 0},
+	} {
+		t.Run(string(test.kind), func(t *testing.T) {
+			t.Parallel()
+			w := impatient(t)
+			sandbox := w.created()
+			_, err := w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
+			must(t, err)
+			w.script(fake.Fault{Call: fake.CallResume, Kind: test.kind, Times: 1, DelayMillis: 50})
+			_, err = w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+			if test.reason == "" {
+				must(t, err)
+			} else if !fault.Is(err, test.reason) {
+				t.Errorf("the error is %v, want %s", err, test.reason)
+			}
+			w.wantState(test.state)
+			if test.boots > 0 {
+				w.wantBoots(test.boots)
+			}
+		})
+	}
+}
+
+func TestASuspendGoesOnAfterACrash(t *testing.T) {
+	for _, kind := range []fake.Kind{fake.Hang, fake.HangAfter} {
+		t.Run(string(kind), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			sandbox := w.created()
+			w.script(fake.Fault{Call: fake.CallSuspend, Kind: kind})
+			first := make(chan error, 1)
+			go func() {
+				_, err := w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
+				first <- err
+			}()
+			w.wait("the suspend to be begun", func() bool { return w.calls(fake.CallSuspend) > 0 })
+			w.stop()
+			if err := <-first; err == nil {
+				t.Error("a suspend was answered although it had not been done")
+			}
+			w.script()
+			w.start()
+			must(t, w.ResumeOperations())
+			_, err := w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
+			must(t, err)
+			w.wantState(suspended)
+			_, err = w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+			must(t, err)
+			w.wantState(running)
+			w.wantBoots(1)
+		})
+	}
+}
