@@ -1,0 +1,68 @@
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/berth-sandbox/berth/daemon/store"
+)
+
+// trim drops what was kept long enough: request ids, events, receipts, ended sandboxes.
+func (s *Service) trim(ctx context.Context) {
+	now := s.opts.Now()
+	before := now.Add(-s.opts.Retention)
+	err := errors.Join(
+		s.untilFew(ctx, func() (n int, err error) {
+			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+				n, err = tx.TrimRequests(now, trimAtOnce)
+				return err
+			})
+			return n, err
+		}),
+		s.untilFew(ctx, func() (n int, err error) {
+			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+				n, err = tx.TrimEvents(now.Add(-eventsKept), eventsMost, trimAtOnce)
+				return err
+			})
+			return n, err
+		}),
+		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveReceipts(ctx, before, trimAtOnce) }),
+		s.trimSandboxes(ctx, before),
+	)
+	if err != nil && ctx.Err() == nil {
+		s.opts.Log.Warn("cannot drop what was kept long enough", "error", err)
+	}
+}
+
+// untilFew trims again and again, one short transaction at a time, until there is little left to trim.
+func (s *Service) untilFew(ctx context.Context, trim func() (int, error)) error {
+	for {
+		n, err := trim()
+		if err != nil || n < trimAtOnce || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+func (s *Service) trimSandboxes(ctx context.Context, before time.Time) error {
+	return s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+		ids, err := tx.EndedSandboxes(before, trimAtOnce)
+		if err != nil {
+			return err
+		}
+		for _, id := range ids {
+			sandbox, err := tx.Sandbox(id)
+			if err != nil {
+				return err
+			}
+			if sandbox == nil || sandbox.GetOperationId() != "" {
+				continue
+			}
+			if err := errors.Join(tx.DeleteMachine(sandbox.GetMachineId()), tx.DeleteSandbox(id)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
