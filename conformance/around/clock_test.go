@@ -176,10 +176,18 @@ func threads(pid int) (still bool, at []uint64, err error) {
 // step sets the wall clock and the monotonic one off from the host's.
 func (c *clock) step(t *testing.T, wall, monotonic time.Duration) {
 	t.Helper()
-	for offset, by := range map[int64]time.Duration{wallOffset: wall, monotonicOffset: monotonic} {
-		seconds := binary.LittleEndian.AppendUint64(nil, uint64(int64(by/time.Second)))
-		if _, err := c.mem.WriteAt(seconds, c.code+offset); err != nil {
-			t.Fatal(err)
-		}
+	if err := syscall.Kill(c.pid, syscall.SIGSTOP); err != nil { // both at once: timers fire by one, and their work reads the other
+		t.Fatal(err)
+	}
+	defer func() { _ = syscall.Kill(c.pid, syscall.SIGCONT) }()
+	c.set(t, wallOffset, wall)
+	c.set(t, monotonicOffset, monotonic)
+}
+
+func (c *clock) set(t *testing.T, offset int64, by time.Duration) {
+	t.Helper()
+	seconds := binary.LittleEndian.AppendUint64(nil, uint64(int64(by/time.Second)))
+	if _, err := c.mem.WriteAt(seconds, c.code+offset); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/client"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -114,4 +115,27 @@ func (w *world) timed(t *testing.T, request, sandbox, shell string, timeout time
 		t.Fatal(fmt.Errorf("start %q: %w", shell, err))
 	}
 	return reply.GetJob().GetId()
+}
+
+func TestABrokerThatIsRestartedOftenDropsWhatItKeptLongEnough(t *testing.T) {
+	t.Parallel()
+	w := start(t, "--retention", "1h")
+	sandbox := w.create(t)
+	finished := w.begin(t, sandbox, "echo whole; exit 3")
+	w.wantExit(t, finished, 3)
+	w.Kill(t)
+	w.Start(t)
+	// A guest that was not told to forget the job before the kill names it again, and would bring it back.
+	w.run(t, sandbox, "true")
+	pause(2 * time.Second)
+	clockOf(t, w.Pid()).step(t, 2*time.Hour, 2*time.Minute)
+	eventually(t, "the receipt is dropped", func() error {
+		_, err := w.Jobs().PollJob(w.ctx, &berthv1.PollJobRequest{JobId: finished})
+		if client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND) {
+			return nil
+		}
+		return fmt.Errorf("it is there (%v)", err)
+	})
+	w.destroy(t, sandbox)
+	w.quiet(t)
 }

@@ -564,7 +564,6 @@ func (s *Service) BootChanged(ctx context.Context, machineID string, hello *gues
 	return changed, err
 }
 
-
 // SetupAttempts is how often a sandbox's setup is begun when something interrupts it.
 const SetupAttempts = 5
 

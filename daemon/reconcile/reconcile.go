@@ -32,6 +32,7 @@ const (
 	looksAtOnce = 16
 	sweepEvery  = 30 * time.Second // for machines without a record
 	orphanGrace = time.Minute      // a machine without a record is left alone this long
+	trimFirst   = time.Minute      // after the start: also a broker that is restarted often drops what it kept
 	trimEvery   = 10 * time.Minute // of what was kept long enough
 	trimAtOnce  = 1000             // records a transaction
 	eventsKept  = 24 * time.Hour   // for watches to resume from
@@ -95,7 +96,7 @@ func (s *Service) Start() error {
 
 // Run looks after machines until the context ends.
 func (s *Service) Run(ctx context.Context) {
-	look, sweep, trim := time.NewTicker(lookEvery), time.NewTicker(sweepEvery), time.NewTicker(trimEvery)
+	look, sweep, trim := time.NewTicker(lookEvery), time.NewTicker(sweepEvery), time.NewTimer(trimFirst)
 	defer look.Stop()
 	defer sweep.Stop()
 	defer trim.Stop()
@@ -113,6 +114,7 @@ func (s *Service) Run(ctx context.Context) {
 			s.lookAtRest(ctx)
 		case <-trim.C:
 			s.trim(ctx)
+			trim.Reset(trimEvery)
 		}
 	}
 }
