@@ -99,7 +99,7 @@ var Table = []Defect{
 		Name: "a child that holds the output holds up the outcome", Guard: "the bounded drain after the exit",
 		File: "providers/guest/supervise/job.go",
 		Old:  "if quietFor < drainSilence && now.Before(deadline) {", New: "if quietFor < drainSilence {",
-		Room: "providers/guest", Test: "TestADaemonThatHoldsTheOutputDelaysNobody",
+		Room: "providers/guest/supervise", Test: "TestAChildThatIsNeverSilentHoldsUpNoOutcome",
 	},
 	{
 		Name: "input that is sent again is taken again", Guard: "the offset of input",

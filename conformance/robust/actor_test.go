@@ -3,7 +3,9 @@ package robust
 import (
 	"context"
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -299,7 +301,11 @@ func (a *actor) suspend(ctx context.Context) {
 }
 
 func (a *actor) resume(ctx context.Context) {
-	if id := a.sandbox(); id != "" {
+	id := a.sandbox()
+	if a.random.IntN(4) == 0 {
+		id = a.anySandbox()
+	}
+	if id != "" {
 		a.change(ctx, "ResumeSandbox", id, func(ctx context.Context, e *Event) (*berthv1.Sandbox, error) {
 			reply, err := a.client.Sandboxes().ResumeSandbox(ctx, &berthv1.ResumeSandboxRequest{RequestId: e.RequestID, SandboxId: id})
 			return reply.GetSandbox(), err
@@ -320,18 +326,25 @@ func (a *actor) change(ctx context.Context, op, id string, call func(context.Con
 	}})
 }
 
-func (a *actor) get(ctx context.Context) {
+// anySandbox draws from all that there ever were in this run, destroyed ones too, the newest first.
+func (a *actor) anySandbox() string {
 	a.s.mu.Lock()
-	ids := make([]string, 0, len(a.s.machines))
-	for id := range a.s.machines {
-		ids = append(ids, id) // destroyed ones too
-	}
-	a.s.mu.Unlock()
+	defer a.s.mu.Unlock()
+	ids := slices.Sorted(maps.Keys(a.s.machines))
 	if len(ids) == 0 {
+		return ""
+	}
+	ids = ids[max(0, len(ids)-20):]
+	return ids[a.random.IntN(len(ids))]
+}
+
+func (a *actor) get(ctx context.Context) {
+	id := a.anySandbox()
+	if id == "" {
 		return
 	}
 	e := a.event("GetSandbox")
-	e.Sandbox = ids[a.random.IntN(len(ids))]
+	e.Sandbox = id
 	_ = a.s.attempt(ctx, e, callMost, func(ctx context.Context, e *Event) error {
 		reply, err := a.client.Sandboxes().GetSandbox(ctx, &berthv1.GetSandboxRequest{SandboxId: e.Sandbox})
 		if err == nil {

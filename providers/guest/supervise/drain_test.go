@@ -1,0 +1,45 @@
+package supervise
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+)
+
+// What a child still writes is waited for, but not for ever.
+func TestAChildThatIsNeverSilentHoldsUpNoOutcome(t *testing.T) {
+	s := supervisor(t)
+	const id = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+	let := filepath.Join(t.TempDir(), "let")
+	_, err := s.Start(&guestv1.StartRequest{JobId: id, Command: &guestv1.Command{
+		Shell: "while [ ! -e " + let + " ]; do sleep 0.01; done; sleep 1000 & exit 3", OutputLimitBytes: 1 << 10,
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	j := s.table.find(id)
+	// As with a child of which bytes are on their way whenever somebody looks.
+	j.pipes[0].busy.Store(true)
+	if err := os.WriteFile(let, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-j.done:
+	case <-time.After(5 * drainMost):
+		t.Errorf("no outcome after %s, and the wait for output is to take at most %s", 5*drainMost, drainMost)
+	}
+	stopped, err := s.StopJob(t.Context(), &guestv1.StopRequest{JobId: id, Grace: durationpb.New(0)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := stopped.GetStatus().GetOutcome()
+	if o.GetCause() != berthv1.Cause_CAUSE_EXITED || o.GetExitCode() != 3 || !o.GetOutputStillOpen() {
+		t.Errorf("the outcome is %v, want exit 3 with its output still open", o)
+	}
+}
