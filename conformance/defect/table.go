@@ -42,7 +42,7 @@ var Table = []Defect{
 	{
 		Name: "a machine without a record is destroyed at once", Guard: "the grace of an orphan",
 		File: "daemon/reconcile/reconcile.go",
-		Old:  "return s.opts.Now().Sub(before.since) >= orphanGrace", New: "return !before.since.IsZero()",
+		Old:  "return before.since, now.Sub(before.since) >= orphanGrace", New: "return before.since, !before.since.IsZero()",
 		Room: "daemon/reconcile", Test: "TestAMachineWithoutARecordIsDestroyedWhenItWasSeenTwiceAGraceApart",
 	},
 	{
@@ -97,8 +97,8 @@ var Table = []Defect{
 	},
 	{
 		Name: "a child that holds the output holds up the outcome", Guard: "the bounded drain after the exit",
-		File: "providers/guest/supervise/job.go",
-		Old:  "if quietFor < drainSilence && now.Before(deadline) {", New: "if quietFor < drainSilence {",
+		File: "providers/guest/supervise/drain.go",
+		Old:  "if quietFor >= drainSilence || !now.Before(deadline) {", New: "if quietFor >= drainSilence {",
 		Room: "providers/guest/supervise", Test: "TestAChildThatIsNeverSilentHoldsUpNoOutcome",
 	},
 	{

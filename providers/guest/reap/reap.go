@@ -76,6 +76,13 @@ func (r *Reaper) Spawn(fork func() (int, error), exited func(Exit)) (int, error)
 	return pid, nil
 }
 
+// AwaitForks waits until every Spawn that is under way is through: until then the process that it forks
+// has whatever this process had open.
+func (r *Reaper) AwaitForks() {
+	r.forks.Lock()
+	defer r.forks.Unlock()
+}
+
 // SignalGroup sends a signal to the process group that the spawned child pid leads, and says
 // whether the child was still running then: a zombie that waits to be reaped was not.
 func (r *Reaper) SignalGroup(pid int, sig syscall.Signal) (running bool, err error) {

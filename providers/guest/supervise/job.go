@@ -254,43 +254,6 @@ func (j *job) ripe() bool {
 	return true
 }
 
-// drain ends the wait for output when there was none for a while, or for too long.
-func (j *job) drain(deadline time.Time) {
-	j.mu.Lock()
-	now := time.Now()
-	quietFor := drainSilence
-	for i := range j.pipes {
-		quietFor = min(quietFor, j.pipes[i].quiet(now))
-	}
-	if quietFor < drainSilence && now.Before(deadline) {
-		next := min(drainSilence-quietFor, deadline.Sub(now))
-		j.draining = j.supervisor.after(max(next, time.Millisecond), func() { j.drain(deadline) })
-		j.mu.Unlock()
-		return
-	}
-	j.drained = true
-	j.mu.Unlock()
-	j.settle()
-}
-
-// quiet returns for how long nothing came, 0 while something is on its way.
-func (o *outlet) quiet(now time.Time) time.Duration {
-	if o.file == nil {
-		return drainSilence
-	}
-	pending := o.busy.Load()
-	if conn, err := o.file.SyscallConn(); err == nil {
-		_ = conn.Control(func(fd uintptr) {
-			n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ)
-			pending = pending || err == nil && n > 0
-		})
-	}
-	if pending {
-		return 0
-	}
-	return now.Sub(time.Unix(0, o.last.Load()))
-}
-
 // complete gives the job its outcome, on disk first if it is durable, and tells everybody.
 func (j *job) complete() {
 	for _, stream := range j.streams {
