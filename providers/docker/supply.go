@@ -26,10 +26,15 @@ import (
 
 const (
 	// volumeDigits is how many hexadecimal digits of the program's digest name its volume.
+	volumePrefix = "berth-guest-"
 	volumeDigits = 12
-	probeDir     = "/.berth/probe"
-	probeFile    = ".berth-probe"
-	probeBytes   = 16
+	// helperPoll is between two looks at another broker's helper, and helperMost is how long it may be
+	// there: a helper lives for a second, and for copyTimeout on the slowest of lines.
+	helperPoll = 100 * time.Millisecond
+	helperMost = copyTimeout + changeTimeout
+	probeDir   = "/.berth/probe"
+	probeFile  = ".berth-probe"
+	probeBytes = 16
 )
 
 // supplied is what every machine of an engine shares.
@@ -46,6 +51,13 @@ type supply struct {
 	filled  map[string]bool // by digest
 	shared  *bool           // nil: not known yet
 	program program
+	helper  sighting
+}
+
+// sighting is another broker's helper, and since when it is known.
+type sighting struct {
+	id    string
+	since time.Time
 }
 
 // program is a guest's program that was read; the file is read again only when it has changed.
@@ -90,7 +102,7 @@ func (p *Provider) provide(ctx context.Context, image imageFacts, listenDir stri
 	if err != nil {
 		return supplied{}, err
 	}
-	volume := "berth-guest-" + digest[:volumeDigits]
+	volume := volumePrefix + digest[:volumeDigits]
 	if filled, shared := p.supply.known(digest); filled && shared != nil {
 		// Somebody may have pruned the volumes that nothing used.
 		there, err := p.volumeExists(ctx, volume)
@@ -222,48 +234,72 @@ func removeFile(file string) error {
 func (p *Provider) makeHelper(ctx context.Context, image imageFacts, volume, listenDir string, bind bool) (id string, bound bool, err error) {
 	mounts := []mount.Mount{{Type: mount.TypeVolume, Source: volume, Target: binDir, VolumeOptions: &mount.VolumeOptions{NoCopy: true}}}
 	if bind {
-		id, err = p.createHelper(ctx, image, append(mounts,
+		id, err = p.createHelper(ctx, image, volume, append(mounts,
 			mount.Mount{Type: mount.TypeBind, Source: listenDir, Target: probeDir, ReadOnly: true}))
 		if err == nil || !errdefs.IsInvalidArgument(err) {
 			return id, true, err
 		}
 	}
-	id, err = p.createHelper(ctx, image, mounts)
+	id, err = p.createHelper(ctx, image, volume, mounts)
 	return id, false, err
 }
 
-func (p *Provider) createHelper(ctx context.Context, image imageFacts, mounts []mount.Mount) (id string, err error) {
+func (p *Provider) createHelper(ctx context.Context, image imageFacts, volume string, mounts []mount.Mount) (id string, err error) {
 	options := client.ContainerCreateOptions{
-		Name: p.helperName(),
+		Name: helperName(volume),
 		Config: &container.Config{
 			Image: image.reference, Entrypoint: []string{guestProgram}, Cmd: []string{"version"},
 			Labels: map[string]string{labelBroker: p.broker, labelHelper: "true", labelMachine: "", labelSnapshot: ""},
 		},
 		HostConfig: &container.HostConfig{Mounts: mounts, NetworkMode: "none"},
 	}
-	create := func() error {
-		return p.change(ctx, changeTimeout, "making container "+options.Name, func(ctx context.Context) error {
-			made, err := p.engine.ContainerCreate(ctx, options)
-			id = made.ID
-			return err
-		})
+	create := func(ctx context.Context) error {
+		made, err := p.engine.ContainerCreate(ctx, options)
+		id = made.ID
+		return err
 	}
-	err = create()
-	if errdefs.IsConflict(err) { // a crash of this broker left it: only one prepares
-		if err := p.remove(ctx, options.Name); err != nil {
+	for {
+		err := p.change(ctx, changeTimeout, "making container "+options.Name, create)
+		if !errdefs.IsConflict(err) {
+			return id, err
+		}
+		if err := p.clearHelper(ctx, options.Name); err != nil {
 			return "", err
 		}
-		err = create()
+		timer := time.NewTimer(helperPoll)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			// It may also be what a broker of before had asked for, which the engine still works on.
+			return "", fmt.Errorf("%w: %w", err, providers.ErrAmbiguous)
+		}
 	}
-	if errdefs.IsConflict(err) {
-		// The engine was still at work on what the broker of before had asked for: the next attempt
-		// finds it and removes it.
-		err = fmt.Errorf("%w: %w", err, providers.ErrAmbiguous)
-	}
-	return id, err
 }
 
-func (p *Provider) helperName() string { return "berth-prepare-" + p.broker }
+// clearHelper removes the helper of this name if it is nobody's any more. The name is how the brokers
+// of one engine take turns: two that filled one volume would take each other's file away. A broker does
+// this once at a time, so its own was left by a crash, and so was one that stays.
+func (p *Provider) clearHelper(ctx context.Context, name string) error {
+	found, err := p.inspect(ctx, name)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if last := &p.supply.helper; last.id != found.ID { // held by provide's turn
+		last.id, last.since = found.ID, time.Now()
+	}
+	if found.Config.Labels[labelBroker] != p.broker && time.Since(p.supply.helper.since) < helperMost {
+		return nil
+	}
+	return p.remove(ctx, found.ID)
+}
+
+func helperName(volume string) string {
+	return "berth-prepare-" + strings.TrimPrefix(volume, volumePrefix)
+}
 
 // removeStaleHelper removes the helper that a crash left. Failing to is no reason to fail anything.
 func (p *Provider) removeStaleHelper(ctx context.Context) {
