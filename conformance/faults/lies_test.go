@@ -86,7 +86,6 @@ var about = []row{
 	{name: "an id of a megabyte", lies: everywhere(liar.Set, fields("job_id", strings.Repeat("x", 1<<20)))},
 	{name: "another boot's id", lies: everywhere(liar.Set, fields("boot_id", "another"))},
 	{name: "another generation", lies: everywhere(liar.Set, fields("generation", uint64(math.MaxUint64)))},
-	{name: "not done, and it is", lies: everywhere(liar.Set, fields("done", false))},
 	{name: "done, of what has no outcome", lies: everywhere(liar.Set, fields("done", true, "outcome.cause", 0)), outcome: withoutCode},
 	{name: "a cause that nobody knows", lies: everywhere(liar.Set, fields("done", true, "outcome.cause", 99, "outcome.exit_code", 0)), outcome: withoutCode},
 	{name: "a code below zero", lies: everywhere(liar.Set, fields("outcome.exit_code", -1)), outcome: withoutCode},
@@ -131,8 +130,9 @@ var output = []row{
 	{name: "more input taken than there was", lies: set("Input", fields("next_offset", uint64(math.MaxUint64)))},
 }
 
-// lists lies in lists of jobs, and does so at full speed.
+// lists lies in lists of jobs, and does so at full speed; or hides what has happened.
 var lists = []row{
+	{name: "that all goes on, and it is over", lies: everywhere(liar.Set, fields("done", false))},
 	{name: "jobs that nobody started", lies: []liar.Lie{{Call: "List", Kind: liar.Invent, Count: 1000}}},
 	{name: "the same jobs ten thousand times", lies: []liar.Lie{{Call: "List", Kind: liar.Repeat, Fields: fields("statuses", 10_000)}}},
 	{name: "an endless list", lies: set("List", fields("more", true))},
@@ -221,7 +221,7 @@ func TestWhateverAGuestSaysTheBrokerGoesOnAndMakesNothingUp(t *testing.T) {
 // what would have to be kept of all lies together.
 const memoryMost = 1 << 30
 
-// hear has one machine lie while it is used, then be honest again, and destroys it.
+// hear has one machine lie while it is used, then be honest again, and lie while it is destroyed.
 func (w *world) hear(t *testing.T, r row) {
 	sandbox := w.create(t)
 	h := &heard{world: w, t: t, row: r, sandbox: sandbox.GetId(), outcomes: map[string]*berthv1.Outcome{}}
@@ -242,7 +242,9 @@ func (w *world) hear(t *testing.T, r row) {
 		}
 		h.job(done)
 	}
+	w.lie(t, sandbox.GetMachineId(), r.lies...) // what ends for good does so whatever its guest says
 	w.destroy(t, sandbox.GetId())
+	w.lie(t, sandbox.GetMachineId())
 }
 
 // settleMost is how long a broker may take to hear of a job's end from a guest that has been silent.

@@ -209,6 +209,7 @@ func (s *Service) ask(ctx context.Context, machineID string, wait time.Duration,
 // receipts home, as far as that goes before the context ends.
 func (s *Service) SettleJobs(ctx context.Context, machineID string) {
 	request := &guestv1.ListRequest{Limit: listLimit}
+	var pace pacer
 	for {
 		response, err := s.list(ctx, machineID, request)
 		if err != nil {
@@ -226,6 +227,7 @@ func (s *Service) SettleJobs(ctx context.Context, machineID string) {
 		if !response.GetMore() {
 			return
 		}
+		pace.await(ctx, response.GetNextCursor() > request.GetSinceCursor())
 		request.SinceCursor = response.GetNextCursor()
 	}
 }
