@@ -126,7 +126,7 @@ func (a *actor) runVariant(sandbox string) variant {
 			e.told(reply.GetJob())
 			e.bounded(reply.GetJob(), false, reply.GetStdout())
 			e.bounded(reply.GetJob(), true, reply.GetStderr())
-			e.Whole = reply.GetStdout().GetOmittedBytes() == 0 && reply.GetStderr().GetOmittedBytes() == 0
+			e.Whole = reply.GetStdout().GetOmittedBytes() == 0 && reply.GetStderr().GetOmittedBytes() == 0 && !reply.GetJob().GetOutcome().GetOutputStillOpen()
 			a.s.noteJob(reply.GetJob(), plan)
 		}
 		return err
@@ -183,7 +183,7 @@ func (a *actor) exec(ctx context.Context) {
 			{Bytes: uint64(stdout.Len()), Sum: Sum(stdout.Bytes())},
 			{Stderr: true, Bytes: uint64(stderr.Len()), Sum: Sum(stderr.Bytes())},
 		}
-		e.Whole = err == nil
+		e.Whole = err == nil && !job.GetOutcome().GetOutputStillOpen()
 		a.s.noteJob(job, plan)
 		return err
 	})

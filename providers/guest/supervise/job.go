@@ -79,7 +79,7 @@ type job struct {
 type outlet struct {
 	file *os.File
 	last atomic.Int64 // when bytes came, in nanoseconds since 1970
-	busy atomic.Bool  // bytes are being spooled
+	busy atomic.Bool  // bytes are being read and spooled
 }
 
 // startPumps takes our ends of the pipes. The job's lock is held.
@@ -111,6 +111,9 @@ func (j *job) pump(i int) {
 	take := func(fd uintptr) bool {
 		buffer := buffers.Get().(*[]byte)
 		defer buffers.Put(buffer)
+		// From before the bytes leave the pipe until they are spooled: see quiet.
+		outlet.busy.Store(true)
+		defer outlet.busy.Store(false)
 		for {
 			n, err := unix.Read(int(fd), *buffer)
 			switch {
@@ -125,12 +128,10 @@ func (j *job) pump(i int) {
 				ended = true
 				return true
 			}
-			outlet.busy.Store(true)
 			stream.Pace(n)
 			now := time.Now()
 			stream.Append((*buffer)[:n], now)
 			outlet.last.Store(now.UnixNano())
-			outlet.busy.Store(false)
 			j.supervisor.grew(j)
 			if n == smallRead && buffers == &smallBuffers {
 				// A command that fills its pipe gets a larger one; most never do.
@@ -278,14 +279,16 @@ func (o *outlet) quiet(now time.Time) time.Duration {
 	if o.file == nil {
 		return drainSilence
 	}
-	pending := o.busy.Load()
+	// The pipe first, and then whether somebody is about to spool what was in it: the other way round the
+	// bytes could move on in between and be seen in neither place.
+	pending := false
 	if conn, err := o.file.SyscallConn(); err == nil {
 		_ = conn.Control(func(fd uintptr) {
 			n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ)
-			pending = pending || err == nil && n > 0
+			pending = err == nil && n > 0
 		})
 	}
-	if pending {
+	if pending || o.busy.Load() {
 		return 0
 	}
 	return now.Sub(time.Unix(0, o.last.Load()))
