@@ -25,15 +25,23 @@ func TestAChildThatIsNeverSilentHoldsUpNoOutcome(t *testing.T) {
 		t.Fatal(err)
 	}
 	j := s.table.find(id)
-	// As with a child of which bytes are on their way whenever somebody looks.
-	j.pipes[0].busy.Store(true)
 	if err := os.WriteFile(let, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	select {
-	case <-j.done:
-	case <-time.After(5 * drainMost):
-		t.Errorf("no outcome after %s, and the wait for output is to take at most %s", 5*drainMost, drainMost)
+	// As with a child of which bytes came just now whenever somebody looks.
+	look := time.NewTicker(time.Millisecond)
+	defer look.Stop()
+	for deadline, over := time.Now().Add(5*drainMost), false; !over; {
+		j.pipes[0].last.Store(time.Now().Add(time.Hour).UnixNano())
+		select {
+		case <-j.done:
+			over = true
+		case <-look.C:
+		}
+		if time.Now().After(deadline) {
+			t.Errorf("no outcome after %s, and the wait for output is to take at most %s", 5*drainMost, drainMost)
+			break
+		}
 	}
 	stopped, err := s.StopJob(t.Context(), &guestv1.StopRequest{JobId: id, Grace: durationpb.New(0)})
 	if err != nil {
