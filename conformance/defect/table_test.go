@@ -42,6 +42,7 @@ func TestAnOldTextThatIsNotThereOnceIsRefused(t *testing.T) {
 	for _, d := range []Defect{
 		{Name: "not there", File: "go.mod", Old: "this text is in no file", New: "x"},
 		{Name: "there twice", File: "go.mod", Old: "github.com", New: "x"},
+		{Name: "nothing changed", File: "go.mod", Old: "module ", New: "module "},
 		{Name: "no file", File: "none.go", Old: "x", New: "y"},
 	} {
 		if path, err := d.Overlay(root, t.TempDir()); err == nil {

@@ -70,7 +70,7 @@ func (a *actor) choose() func(context.Context) {
 		act    func(context.Context)
 	}{
 		{a.wantsSandboxes(), a.create}, {3, a.destroy}, {3, a.suspend}, {9, a.resume},
-		{20, a.start}, {8, a.run}, {6, a.runRecorded}, {6, a.exec}, {12, a.feedSome}, {6, a.signal}, {10, a.stop},
+		{20, a.start}, {8, a.run}, {6, a.runRecorded}, {6, a.exec}, {6 + 30*min(len(a.feeding), 2), a.feedSome}, {6, a.signal}, {10, a.stop},
 		{12, a.poll}, {10, a.read}, {8, a.follow}, {5, a.tail}, {5, a.get}, {4, a.list}, {3, a.listJobs}, {2, a.info}, {12, a.replay},
 	}
 	total := 0

@@ -89,7 +89,7 @@ func (a *actor) start(ctx context.Context) {
 	e := a.event("StartJob")
 	e.RequestID = a.requestID()
 	make := func() variant {
-		plan := NewPlan(a.random, a.token(), WorkLines, WorkLines, WorkBulk, WorkEndless, WorkCat, WorkGiven, WorkChild)
+		plan := NewPlan(a.random, a.token(), WorkLines, WorkLines, WorkBulk, WorkEndless, WorkCat, WorkCat, WorkGiven, WorkChild)
 		return variant{plan.Token, &plan, func(ctx context.Context, e *Event) error {
 			reply, err := a.client.Jobs().StartJob(ctx, &berthv1.StartJobRequest{RequestId: e.RequestID, SandboxId: sandbox, Spec: a.s.spec(plan)})
 			if err == nil {
@@ -126,7 +126,7 @@ func (a *actor) runVariant(sandbox string) variant {
 			e.told(reply.GetJob())
 			e.bounded(reply.GetJob(), false, reply.GetStdout())
 			e.bounded(reply.GetJob(), true, reply.GetStderr())
-			e.Whole = reply.GetStdout().GetOmittedBytes() == 0 && reply.GetStderr().GetOmittedBytes() == 0
+			e.Whole = reply.GetStdout().GetOmittedBytes() == 0 && reply.GetStderr().GetOmittedBytes() == 0 && !reply.GetJob().GetOutcome().GetOutputStillOpen()
 			a.s.noteJob(reply.GetJob(), plan)
 		}
 		return err
@@ -183,7 +183,7 @@ func (a *actor) exec(ctx context.Context) {
 			{Bytes: uint64(stdout.Len()), Sum: Sum(stdout.Bytes())},
 			{Stderr: true, Bytes: uint64(stderr.Len()), Sum: Sum(stderr.Bytes())},
 		}
-		e.Whole = err == nil
+		e.Whole = err == nil && !job.GetOutcome().GetOutputStillOpen()
 		a.s.noteJob(job, plan)
 		return err
 	})
@@ -212,10 +212,10 @@ func (a *actor) feedSome(ctx context.Context) {
 	f := a.feeding[i]
 	input := f.job.plan.Input()
 	from := f.next
-	if from > 0 && a.random.IntN(4) == 0 {
+	if from > 0 && a.random.IntN(2) == 0 {
 		from -= uint64(a.random.IntN(int(from)))
 	}
-	to := min(uint64(len(input)), from+1+uint64(a.random.IntN(maxInputBytes/2)))
+	to := min(uint64(len(input)), from+1+uint64(a.random.IntN(maxInputBytes/6)))
 	eof := to == uint64(len(input))
 	var mu sync.Mutex
 	next := f.next

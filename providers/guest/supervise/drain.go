@@ -46,14 +46,16 @@ func (o *outlet) quiet(now time.Time) time.Duration {
 	if o.file == nil {
 		return drainSilence
 	}
-	pending := o.busy.Load()
+	// The pipe first, and then whether somebody is about to spool what was in it: the other way round the
+	// bytes could move on in between and be seen in neither place.
+	pending := false
 	if conn, err := o.file.SyscallConn(); err == nil {
 		_ = conn.Control(func(fd uintptr) {
 			n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ)
-			pending = pending || err == nil && n > 0 || hungUp(fd)
+			pending = err == nil && n > 0 || hungUp(fd)
 		})
 	}
-	if pending {
+	if pending || o.busy.Load() {
 		return 0
 	}
 	return now.Sub(time.Unix(0, o.last.Load()))

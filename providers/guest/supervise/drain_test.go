@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
@@ -27,15 +28,23 @@ func TestAChildThatIsNeverSilentHoldsUpNoOutcome(t *testing.T) {
 		t.Fatal(err)
 	}
 	j := s.table.find(id)
-	// As with a child of which bytes are on their way whenever somebody looks.
-	j.pipes[0].busy.Store(true)
 	if err := os.WriteFile(let, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	select {
-	case <-j.done:
-	case <-time.After(5 * drainMost):
-		t.Errorf("no outcome after %s, and the wait for output is to take at most %s", 5*drainMost, drainMost)
+	// As with a child of which bytes came just now whenever somebody looks.
+	look := time.NewTicker(time.Millisecond)
+	defer look.Stop()
+	for deadline, over := time.Now().Add(5*drainMost), false; !over; {
+		j.pipes[0].last.Store(time.Now().Add(time.Hour).UnixNano())
+		select {
+		case <-j.done:
+			over = true
+		case <-look.C:
+		}
+		if time.Now().After(deadline) {
+			t.Errorf("no outcome after %s, and the wait for output is to take at most %s", 5*drainMost, drainMost)
+			break
+		}
 	}
 	stopped, err := s.StopJob(t.Context(), &guestv1.StopRequest{JobId: id, Grace: durationpb.New(0)})
 	if err != nil {
@@ -44,6 +53,47 @@ func TestAChildThatIsNeverSilentHoldsUpNoOutcome(t *testing.T) {
 	o := stopped.GetStatus().GetOutcome()
 	if o.GetCause() != berthv1.Cause_CAUSE_EXITED || o.GetExitCode() != 3 || !o.GetOutputStillOpen() {
 		t.Errorf("the outcome is %v, want exit 3 with its output still open", o)
+	}
+}
+
+// From the moment when a byte is in the pipe until it is spooled something is on its way, whoever has the
+// byte meanwhile: a look in between that sees silence would end the output before it.
+func TestAByteOnItsWayIsNoSilence(t *testing.T) {
+	s := supervisor(t)
+	const id = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+	if _, err := s.Start(&guestv1.StartRequest{JobId: id, Command: &guestv1.Command{Argv: []string{"sleep", "1000"}, OutputLimitBytes: 1 << 20}}); err != nil {
+		t.Fatal(err)
+	}
+	j := s.table.find(id)
+	pipe, err := os.OpenFile(filepath.Join("/proc", strconv.Itoa(j.pid), "fd", "1"), os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	outlet, stream := &j.pipes[0], j.streams[0]
+	silent := 0
+	for written := uint64(1); written <= 30_000; written++ {
+		outlet.last.Store(time.Now().Add(-time.Hour).UnixNano())
+		if _, err := pipe.Write([]byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		for {
+			// Before the byte is spooled it is on its way, and after that it came just now.
+			if outlet.quiet(time.Now()) >= time.Minute {
+				silent++
+			}
+			if stream.Facts().GetTotalBytes() == written && !outlet.busy.Load() {
+				break
+			}
+		}
+	}
+	if silent > 0 {
+		t.Errorf("%d looks saw silence while a byte was on its way", silent)
+	}
+	if err := pipe.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := s.StopJob(t.Context(), &guestv1.StopRequest{JobId: id, Grace: durationpb.New(0)}); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -79,7 +79,7 @@ type job struct {
 type outlet struct {
 	file *os.File
 	last atomic.Int64 // when bytes came, in nanoseconds since 1970
-	busy atomic.Bool  // bytes are being spooled
+	busy atomic.Bool  // bytes are being read and spooled
 }
 
 // startPumps takes our ends of the pipes. The job's lock is held.
@@ -111,6 +111,9 @@ func (j *job) pump(i int) {
 	take := func(fd uintptr) bool {
 		buffer := buffers.Get().(*[]byte)
 		defer buffers.Put(buffer)
+		// From before the bytes leave the pipe until they are spooled: see quiet.
+		outlet.busy.Store(true)
+		defer outlet.busy.Store(false)
 		for {
 			n, err := unix.Read(int(fd), *buffer)
 			switch {
@@ -125,12 +128,10 @@ func (j *job) pump(i int) {
 				ended = true
 				return true
 			}
-			outlet.busy.Store(true)
 			stream.Pace(n)
 			now := time.Now()
 			stream.Append((*buffer)[:n], now)
 			outlet.last.Store(now.UnixNano())
-			outlet.busy.Store(false)
 			j.supervisor.grew(j)
 			if n == smallRead && buffers == &smallBuffers {
 				// A command that fills its pipe gets a larger one; most never do.
