@@ -1,6 +1,7 @@
 package around
 
 import (
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -134,7 +135,10 @@ func TestABrokerThatIsRestartedOftenDropsWhatItKeptLongEnough(t *testing.T) {
 		if client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND) {
 			return nil
 		}
-		return fmt.Errorf("it is there (%v)", err)
+		if err == nil {
+			err = errors.New("it is there")
+		}
+		return err
 	})
 	w.destroy(t, sandbox)
 	w.quiet(t)
