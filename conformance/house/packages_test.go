@@ -191,6 +191,7 @@ func hasPrefixWord(name, word string) bool {
 var libraries = map[string]string{
 	"github.com/anishathalye/porcupine":         "conformance: whether some order of concurrent calls explains their answers",
 	"github.com/containerd/errdefs":             "the classes of the Docker Engine's errors, as its client returns them",
+	"github.com/docker/go-units":                "sizes with units, as 10GiB, as container tools write them",
 	"github.com/moby/moby/api":                  "the Docker Engine's types, which its client speaks in",
 	"github.com/moby/moby/client":               "Docker Engine: maintained, negotiates versions from 20.10 on",
 	"github.com/oklog/ulid/v2":                  "ids that sort by time",

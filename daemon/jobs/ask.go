@@ -3,6 +3,7 @@ package jobs
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"strconv"
 	"time"
 
@@ -198,7 +199,10 @@ func (s *Service) ask(ctx context.Context, machineID string, wait time.Duration,
 	limited, cancel := context.WithTimeout(ctx, wait+s.opts.GuestPatience)
 	defer cancel()
 	err := s.opts.Links.Call(limited, machineID, fn)
-	if err != nil && limited.Err() != nil && ctx.Err() == nil {
+	// The guest counts the deadline too, and may be the first to say that it is over.
+	late := limited.Err() != nil || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	theirs, _ := ctx.Deadline()
+	if ours, _ := limited.Deadline(); err != nil && late && ctx.Err() == nil && !ours.Equal(theirs) {
 		return fault.New(fault.GuestUnreachable, "the guest of machine %s is connected and has not answered for %s: try again, or destroy the sandbox",
 			machineID, wait+s.opts.GuestPatience).Retry(time.Second)
 	}
@@ -334,6 +338,9 @@ func (s *Service) readRanges(job *recordv1.JobRecord, stream berthv1.Stream, fac
 		}
 		if offset < kept.GetTo() {
 			data, err := s.output.read(job.GetId(), stream, kept.GetFrom(), offset, min(limit, kept.GetTo()-offset))
+			if errors.Is(err, fs.ErrNotExist) { // it was dropped meanwhile, to make room
+				return nil, expired(job.GetId(), stream, offset, facts.GetTotalBytes())
+			}
 			if err != nil {
 				return nil, err
 			}

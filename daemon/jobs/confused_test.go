@@ -104,17 +104,21 @@ func TestAGuestThatIsConnectedAndSilentHoldsNobodyUp(t *testing.T) {
 		lies = append(lies, between.Lie{ID: silent, Call: silent, Kind: between.Silent})
 	}
 	must(t, w.fake.World().Lie(lies...))
-	for name, ask := range map[string]func() error{
-		"Wait": func() error { _, err := w.Poll(w.ctx, namespace, job.GetId(), 0); return err },
-		"Read": func() error {
+	for _, c := range []struct {
+		name string
+		ask  func() error
+	}{
+		{"Wait", func() error { _, err := w.Poll(w.ctx, namespace, job.GetId(), 0); return err }},
+		{"Read", func() error {
 			_, err := w.ReadOutput(w.ctx, namespace, job.GetId(), berthv1.Stream_STREAM_STDOUT, 0, 10, 0)
 			return err
-		},
-		"Signal": func() error { _, err := w.Signal(w.ctx, call("signal", ""), job.GetId(), 18); return err },
-		"Stop":   func() error { _, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(0)); return err },
+		}},
+		{"Signal", func() error { _, err := w.Signal(w.ctx, call("signal", ""), job.GetId(), 18); return err }},
+		// The last one: it is not answered, and done all the same.
+		{"Stop", func() error { _, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), durationpb.New(0)); return err }},
 	} {
-		if err := ask(); !fault.Is(err, fault.GuestUnreachable) {
-			t.Errorf("%s: the error is %v", name, err)
+		if err := c.ask(); !fault.Is(err, fault.GuestUnreachable) {
+			t.Errorf("%s: the error is %v", c.name, err)
 		}
 	}
 }

@@ -256,6 +256,10 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		s.opts.Log.Warn("a guest names a job of another machine; ignored", "machine", machineID, "job", job.GetId())
 		return nil, nil
 	}
+	if s.outlived(status) {
+		s.forget(ctx, machineID, status.GetJobId())
+		return nil, nil
+	}
 	if !s.mayAdopt(machineID) {
 		return nil, nil
 	}
@@ -281,6 +285,14 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		return nil, err
 	}
 	return job, nil
+}
+
+// outlived reports whether a job ended so long ago that its receipt, which nobody told its guest is at
+// home, may have been dropped again.
+func (s *Service) outlived(status *guestv1.Status) bool {
+	now := s.opts.Now()
+	ended := boundedTime(status.GetEndTime(), now)
+	return status.GetDone() && ended != nil && now.Sub(ended.AsTime()) > s.opts.Retention
 }
 
 // mayAdopt counts a job that is to be adopted, and reports whether there are not too many of its

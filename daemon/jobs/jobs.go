@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"sync"
 	"time"
 
@@ -51,6 +52,9 @@ type Options struct {
 	OutputDir string // receipts' output lies here, a directory for each job
 	Log       *slog.Logger
 	Now       func() time.Time
+	// Retention is how long receipts are kept: a job that ended longer ago and that no record has is not
+	// taken up again. Default: however long ago.
+	Retention time.Duration
 	// GuestPatience is how long a guest that is connected may take to answer beyond what the call itself
 	// waits for. Default: 30 s.
 	GuestPatience time.Duration
@@ -91,6 +95,9 @@ type Service struct {
 func New(opts Options) (*Service, error) {
 	if opts.Now == nil {
 		opts.Now = time.Now
+	}
+	if opts.Retention == 0 {
+		opts.Retention = math.MaxInt64
 	}
 	if opts.GuestPatience == 0 {
 		opts.GuestPatience = guestPatience
@@ -331,7 +338,7 @@ func (s *Service) notBegun(ctx context.Context, job *recordv1.JobRecord, cause e
 		outcome = &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: "expired: its guest has seen much younger jobs, so it was not started"}
 	case errors.Is(cause, guestlink.ErrForgotten):
 		outcome = lost("forgotten: the guest was told to forget the job before its receipt was at home")
-	case fault.KindOf(cause) == fault.KindInvalid, fault.Is(cause, fault.CapabilityMissing):
+	case fault.KindOf(cause) == fault.KindInvalid, fault.Is(cause, fault.CapabilityMissing), fault.Is(cause, fault.QuotaExceeded):
 		outcome = &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: "refused: " + boundedText(cause.Error())}
 	default:
 		return nil, cause

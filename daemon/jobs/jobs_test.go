@@ -332,6 +332,63 @@ func TestReceiptsAreDroppedWithTheirOutputWhenTheirTimeIsOver(t *testing.T) {
 	}
 }
 
+func TestTheOldestReceiptsGoWhenThereAreTooMany(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	var ids []string
+	for range 3 {
+		ids = append(ids, w.done(w.started(sandbox, shell("echo it")).GetId()).GetId())
+	}
+	for want := range []int{2, 1} { // the first time more go than at once, and then there are no more too many
+		removed, err := w.RemoveExcess(w.ctx, 1, 1)
+		if err != nil || removed != 1 {
+			t.Fatalf("%d receipts were dropped at look %d (%v), want 1", removed, want, err)
+		}
+	}
+	if removed, err := w.RemoveExcess(w.ctx, 1, 1); err != nil || removed != 0 {
+		t.Errorf("%d receipts were dropped (%v), want 0", removed, err)
+	}
+	for i, id := range ids {
+		_, err := w.Poll(w.ctx, namespace, id, 0)
+		if gone := fault.Is(err, fault.JobNotFound); gone != (i < 2) || err != nil && !gone {
+			t.Errorf("job %d: %v", i, err)
+		}
+	}
+	if bytes := w.OutputBytes(); bytes != 3 {
+		t.Errorf("%d bytes of output are kept, want 3", bytes)
+	}
+}
+
+func TestTheOldestOutputGoesWhenThereIsTooMuch(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	var ids []string
+	for range 4 {
+		ids = append(ids, w.done(w.started(sandbox, shell("head -c 1000 /dev/zero")).GetId()).GetId())
+	}
+	must(t, w.BoundOutput(w.ctx, 4000))
+	if bytes := w.OutputBytes(); bytes != 4000 {
+		t.Fatalf("%d bytes of output are kept, want all 4000", bytes)
+	}
+	last := w.done(w.started(sandbox, shell("head -c 1000 /dev/zero")).GetId())
+	must(t, w.BoundOutput(w.ctx, 4000))
+	if bytes := w.OutputBytes(); bytes != 3000 { // some room is left
+		t.Errorf("%d bytes of output are kept, want 3000", bytes)
+	}
+	for i, id := range append(ids, last.GetId()) {
+		job, err := w.Poll(w.ctx, namespace, id, 0)
+		must(t, err)
+		_, readErr := w.ReadOutput(w.ctx, namespace, id, stdout, 0, 10, 0)
+		expired := fault.Is(readErr, fault.OutputExpired)
+		if facts := job.GetStdout(); expired != (i < 2) || readErr != nil && !expired ||
+			facts.GetTotalBytes() != 1000 || (facts.GetDroppedBytes() == 1000) != expired || job.GetOutcome().GetExitCode() != 0 {
+			t.Errorf("job %d: %v, %v", i, facts, readErr)
+		}
+	}
+}
+
 func TestASandboxHasNoMoreOpenJobsThanItMay(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -509,7 +509,7 @@ func TestAStartThatItsGuestRefusesForGoodEndsTheJob(t *testing.T) {
 		{"a spec that makes no sense", status.Error(codes.InvalidArgument, "no"), berthv1.Cause_CAUSE_FAILED_TO_START},
 		{"a call that it does not know", status.Error(codes.Unimplemented, "no"), berthv1.Cause_CAUSE_FAILED_TO_START},
 		{"a defect", status.Error(codes.Internal, "oops"), 0},
-		{"no room", status.Error(codes.ResourceExhausted, "full"), 0},
+		{"no room", status.Error(codes.ResourceExhausted, "full"), berthv1.Cause_CAUSE_FAILED_TO_START},
 	} {
 		l.says(func(l *liar) { l.start = func(*guestv1.StartRequest) (*guestv1.Status, error) { return nil, test.err } })
 		job, err := w.Start(w.ctx, call("start", test.name), sandbox.GetId(), shell("true"))

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -18,13 +19,18 @@ import (
 // homeOutput is the output that receipts keep, beside the ledger: a directory for each job, and in
 // it a file for each range of a stream, named <stream>.<offset of its first byte>. A head and a tail
 // make at most two files a stream.
-type homeOutput struct{ dir string }
+type homeOutput struct {
+	dir   string
+	grown atomic.Bool // since somebody looked at its size
+}
 
 func openHomeOutput(dir string) (*homeOutput, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the directory for job output: %w", err)
 	}
-	return &homeOutput{dir: dir}, nil
+	home := &homeOutput{dir: dir}
+	home.grown.Store(true)
+	return home, nil
 }
 
 // write puts bytes of a range that begins at from, at offset.
@@ -40,6 +46,7 @@ func (h *homeOutput) write(jobID string, stream berthv1.Stream, from, offset uin
 	if err != nil {
 		return fmt.Errorf("keep output of job %s: %w", jobID, err)
 	}
+	h.grown.Store(true)
 	_, err = file.WriteAt(data, int64(offset-from))
 	if err := errors.Join(err, file.Close()); err != nil {
 		return fmt.Errorf("keep output of job %s: %w", jobID, err)

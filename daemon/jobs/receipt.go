@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"regexp"
 	"syscall"
-	"time"
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -318,37 +317,6 @@ func (s *Service) forget(ctx context.Context, machineID string, ids ...string) {
 		s.opts.Log.Debug("the guest could not be told to forget jobs", "jobs", ids, "error", err)
 	}
 }
-
-// RemoveReceipts drops the receipts of jobs that were done before a time, at most max of them, and
-// returns how many it dropped.
-func (s *Service) RemoveReceipts(ctx context.Context, before time.Time, most int) (int, error) {
-	var ids []string
-	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
-		ids, err = tx.EndedJobs(before, most)
-		return err
-	})
-	if err != nil || len(ids) == 0 {
-		return 0, err
-	}
-	// The output goes first: a record without output says what it dropped, output without a record
-	// would lie there for ever.
-	for _, id := range ids {
-		if err := s.output.remove(id); err != nil {
-			return 0, fmt.Errorf("drop the output of job %s: %w", id, err)
-		}
-	}
-	return len(ids), s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-		for _, id := range ids {
-			if err := tx.DeleteJob(id); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-}
-
-// OutputBytes returns how much output is kept in all.
-func (s *Service) OutputBytes() uint64 { return s.output.size() }
 
 // endAtExit is a stream's length at the leader's exit, where it is known.
 func endAtExit(facts *berthv1.OutputFacts) *uint64 {

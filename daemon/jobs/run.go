@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
@@ -116,6 +117,9 @@ func (s *Service) runAttached(ctx context.Context, call lifecycle.Call, sandboxI
 // newAttached makes the record of a command that is not written down before it runs, and the command
 // itself.
 func (s *Service) newAttached(call lifecycle.Call, sandboxID string, spec *berthv1.JobSpec) (*recordv1.JobRecord, *guestv1.Command, error) {
+	if err := s.mayAttach(); err != nil {
+		return nil, nil, err
+	}
 	var sandbox *recordv1.SandboxRecord
 	var machine *recordv1.MachineRecord
 	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
@@ -174,6 +178,21 @@ func putAttached(tx *store.Tx, record *recordv1.JobRecord) error {
 		return tx.PutJob(known, "", "")
 	}
 	return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))
+}
+
+// unrecordedMost is how many attached commands may wait for their records to be written. With a full disk
+// none is, and each takes memory.
+const unrecordedMost = 20_000
+
+// mayAttach refuses another attached command while too many cannot be recorded.
+func (s *Service) mayAttach() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.recorded) < unrecordedMost {
+		return nil
+	}
+	return fault.New(fault.StoreFull, "the records of %d commands could not be written down so far: free disk space in the state directory and try again", len(s.recorded)).
+		Retry(followRetry)
 }
 
 // spendEvery is how long attached commands gather before the ledger and their guests are done with

@@ -32,8 +32,7 @@ const (
 	looksAtOnce = 16
 	sweepEvery  = 30 * time.Second // for machines without a record
 	orphanGrace = time.Minute      // a machine without a record is left alone this long
-	trimFirst   = time.Minute      // after the start: also a broker that is restarted often drops what it kept
-	trimEvery   = 10 * time.Minute // of what was kept long enough
+	trimEvery   = time.Minute      // of what was kept long enough, or is more than may be kept
 	trimAtOnce  = 1000             // records a transaction
 	eventsKept  = 24 * time.Hour   // for watches to resume from
 	eventsMost  = 200_000
@@ -48,7 +47,11 @@ type Options struct {
 	Log       *slog.Logger
 	Now       func() time.Time
 	Retention time.Duration // receipts and ended sandboxes are kept this long
-	Scratch   string        // a directory for copies of the ledger, with room for two; it is there only while one is
+	// ReceiptsMost is how many receipts are kept, and OutputMost how many bytes of output they keep in all:
+	// the oldest go first.
+	ReceiptsMost int
+	OutputMost   uint64
+	Scratch      string // a directory for copies of the ledger, with room for two; it is there only while one is
 }
 
 // Service looks after machines.
@@ -96,7 +99,7 @@ func (s *Service) Start() error {
 
 // Run looks after machines until the context ends.
 func (s *Service) Run(ctx context.Context) {
-	look, sweep, trim := time.NewTicker(lookEvery), time.NewTicker(sweepEvery), time.NewTimer(trimFirst)
+	look, sweep, trim := time.NewTicker(lookEvery), time.NewTicker(sweepEvery), time.NewTicker(trimEvery)
 	defer look.Stop()
 	defer sweep.Stop()
 	defer trim.Stop()
@@ -114,7 +117,6 @@ func (s *Service) Run(ctx context.Context) {
 			s.lookAtRest(ctx)
 		case <-trim.C:
 			s.trim(ctx)
-			trim.Reset(trimEvery)
 		}
 	}
 }

@@ -122,7 +122,7 @@ func (w *world) start() {
 		SettleJobs:       w.jobs.SettleJobs, LoseJobs: w.jobs.LoseJobs, JobsChanged: w.jobs.JobsChanged,
 	})
 	w.Service = New(Options{
-		Store: w.ledger, Links: w.links, Sandboxes: w.sandboxes, Jobs: w.jobs, Log: log, Now: w.now, Retention: retention,
+		Store: w.ledger, Links: w.links, Sandboxes: w.sandboxes, Jobs: w.jobs, Log: log, Now: w.now, Retention: retention, ReceiptsMost: 1000, OutputMost: 1 << 20,
 		Scratch: filepath.Join(w.dir, "scratch"),
 	})
 }

@@ -8,7 +8,8 @@ import (
 	"github.com/berth-sandbox/berth/daemon/store"
 )
 
-// trim drops what was kept long enough: request ids, events, receipts, ended sandboxes.
+// trim drops what was kept long enough, or is more than may be kept: request ids, events, receipts and
+// their output, ended sandboxes.
 func (s *Service) trim(ctx context.Context) {
 	now := s.opts.Now()
 	before := now.Add(-s.opts.Retention)
@@ -28,6 +29,8 @@ func (s *Service) trim(ctx context.Context) {
 			return n, err
 		}),
 		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveReceipts(ctx, before, trimAtOnce) }),
+		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveExcess(ctx, s.opts.ReceiptsMost, trimAtOnce) }),
+		s.opts.Jobs.BoundOutput(ctx, s.opts.OutputMost),
 		s.trimSandboxes(ctx, before),
 	)
 	if err != nil && ctx.Err() == nil {

@@ -160,6 +160,16 @@ func (tx *Tx) EndedJobs(before time.Time, max int) ([]string, error) {
 	return tx.idsBefore(jobsByEnd, before, max)
 }
 
+// CountEndedJobs returns how many jobs are DONE.
+func (tx *Tx) CountEndedJobs() (int, error) {
+	n := 0
+	err := tx.scanPrefix(jobsByEnd, nil, func(_, _ []byte) bool {
+		n++
+		return true
+	})
+	return n, err
+}
+
 func dangling(index, id string) error {
 	return fault.New(fault.StoreFailed, "the ledger's index %s names %s, which is not there: restore a copy of the ledger", index, id)
 }

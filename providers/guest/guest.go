@@ -202,7 +202,8 @@ func Probe() error {
 // mountProc mounts the machine's own /proc. A guest of an ordinary user has the capability for it from
 // the provider, in a way that would give it to every job as well; after this none gets it.
 func mountProc() error {
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+	// The host's unmounts still reach here: a machine must not keep a disk of the host's busy.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return fmt.Errorf("keep mounts to this machine: %w", err)
 	}
 	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/docker/go-units"
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
 
@@ -22,8 +23,40 @@ import (
 // version is set by the linker; without it the module's own is used.
 var version string
 
-// defaultRetention is how long receipts and ended sandboxes are kept.
-const defaultRetention = 7 * 24 * time.Hour
+// What is kept by default: receipts and ended sandboxes for a week, and of receipts no more than their
+// records and output may take: some 350 MB of ledger, and this much beside it.
+const (
+	defaultRetention = 7 * 24 * time.Hour
+	defaultReceipts  = 100_000
+	defaultOutput    = size(10 << 30)
+	leastReceipts    = 1000
+	leastOutput      = size(64 << 20)
+)
+
+// size is a number of bytes, written with a unit: 10GiB.
+type size int64
+
+func (s *size) String() string { return units.BytesSize(float64(*s)) }
+
+func (s *size) Type() string { return "size" }
+
+// Set parses it.
+func (s *size) Set(text string) error {
+	n, err := units.RAMInBytes(text)
+	if err != nil {
+		return fmt.Errorf("%q is no size: write it as 10GiB", text)
+	}
+	*s = size(n)
+	return nil
+}
+
+// UnmarshalYAML parses it in a file.
+func (s *size) UnmarshalYAML(node *yaml.Node) error {
+	if err := s.Set(node.Value); err != nil {
+		return fmt.Errorf("line %d: %w", node.Line, err)
+	}
+	return nil
+}
 
 // maxSocketPath is the kernel's limit (sizeof sockaddr_un.sun_path, less the closing NUL).
 const maxSocketPath = 107
@@ -40,6 +73,8 @@ type config struct {
 	LogFormat string        `yaml:"log-format"`
 	LogLevel  string        `yaml:"log-level"`
 	Retention time.Duration `yaml:"retention"`
+	Receipts  int           `yaml:"retention-jobs"`
+	Output    size          `yaml:"retention-output"`
 	file      string
 }
 
@@ -66,6 +101,9 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
 	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
 	flags.DurationVar(&c.Retention, "retention", defaultRetention, "how long receipts and ended sandboxes are kept")
+	flags.IntVar(&c.Receipts, "retention-jobs", defaultReceipts, "how many receipts are kept at most; beyond it the oldest are dropped")
+	c.Output = defaultOutput
+	flags.Var(&c.Output, "retention-output", "how much output receipts keep in all, as 10GiB; beyond it the oldest receipts lose theirs")
 	complete := func(values ...string) func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 	}
@@ -136,7 +174,8 @@ func readConfig(path string, c *config) error {
 
 // configNames are the settings of a file: the flags' own names.
 var configNames = []string{
-	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level", "retention", "local-isolation",
+	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level",
+	"retention", "retention-jobs", "retention-output", "local-isolation",
 }
 
 // oneLine is the library's error, which is several lines, as this daemon's, which is one.
@@ -153,6 +192,7 @@ func override(cmd *cobra.Command, c, flags config) config {
 		"listen": func() { c.Listen = flags.Listen }, "provider": func() { c.Providers = flags.Providers },
 		"guest": func() { c.Guest = flags.Guest }, "log-format": func() { c.LogFormat = flags.LogFormat },
 		"log-level": func() { c.LogLevel = flags.LogLevel }, "retention": func() { c.Retention = flags.Retention },
+		"retention-jobs": func() { c.Receipts = flags.Receipts }, "retention-output": func() { c.Output = flags.Output },
 		"local-isolation": func() { c.Isolation = flags.Isolation },
 		"docker-host":     func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
 		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge },
@@ -177,6 +217,12 @@ func (c config) check() error {
 	}
 	if c.Retention < time.Hour {
 		return fmt.Errorf("--retention: %s is too short: at least 1h, or a client may never see its receipt", c.Retention)
+	}
+	if c.Receipts < leastReceipts {
+		return fmt.Errorf("--retention-jobs: %d is too few: at least %d, or a client may never see its receipt", c.Receipts, leastReceipts)
+	}
+	if least := leastOutput; c.Output < least {
+		return fmt.Errorf("--retention-output: %s is too little: at least %s, what one stream keeps by default", &c.Output, &least)
 	}
 	for i, name := range c.Providers {
 		if !slices.Contains(providerNames(), name) {

@@ -150,7 +150,7 @@ func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets stri
 	var err error
 	d.jobs, err = jobs.New(jobs.Options{
 		Store: d.ledger, Vault: keys, Links: d.links, Sandboxes: d.sandboxes,
-		OutputDir: filepath.Join(d.config.State, "output"), Log: d.log,
+		OutputDir: filepath.Join(d.config.State, "output"), Log: d.log, Retention: d.config.Retention,
 	})
 	if err != nil {
 		return fmt.Errorf("--state: %w", err)
@@ -161,7 +161,7 @@ func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets stri
 	})
 	d.reconcile = reconcile.New(reconcile.Options{
 		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,
-		Now: time.Now, Retention: d.config.Retention, Scratch: filepath.Join(d.config.State, "scratch"),
+		Now: time.Now, Retention: d.config.Retention, ReceiptsMost: d.config.Receipts, OutputMost: uint64(d.config.Output), Scratch: filepath.Join(d.config.State, "scratch"),
 	})
 	return nil
 }
