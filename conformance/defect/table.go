@@ -34,6 +34,12 @@ var Table = []Defect{
 		Room: "daemon/lifecycle", Test: "TestCallsAreHeldToTheirConditions", Robust: true,
 	},
 	{
+		Name: "a half destroyed machine is waited for", Guard: "what is left of a booted machine is no machine",
+		File: "daemon/lifecycle/machine.go",
+		Old:  " || err == nil && found.State == providers.MachinePartial", New: "",
+		Room: "daemon/lifecycle", Test: "TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce",
+	},
+	{
 		Name: "a machine that was not found once is given up", Guard: "the rule of two sightings",
 		File: "daemon/reconcile/reconcile.go",
 		Old:  "s.seen[machineID] = sighting{verdict, s.opts.Now()}\n\t\treturn false", New: "s.seen[machineID] = sighting{verdict, s.opts.Now()}\n\t\treturn true",
