@@ -71,6 +71,12 @@ var Table = []Defect{
 		Room: "daemon/jobs", Test: "TestAnAnsweredCommandIsKnownAfterARestart", Robust: true,
 	},
 	{
+		Name: "a guest forgets a command whose end is not in the ledger", Guard: "forget only after the commit",
+		File: "daemon/jobs/attach.go",
+		Old:  "s.afterCommit(job.GetId(), job.GetMachineId())", New: "s.forget(s.ctx, job.GetMachineId(), job.GetId())",
+		Room: "daemon/jobs", Test: "TestAThankedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger",
+	},
+	{
 		Name: "a reservation of before the guest's restart is begun", Guard: "the boot fence",
 		File: "providers/guest/supervise/begin.go",
 		Old:  `case r.GetBootId() != "" && r.GetBootId() != s.BootID:`, New: "case false:",
