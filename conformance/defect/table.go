@@ -34,6 +34,12 @@ var Table = []Defect{
 		Room: "daemon/lifecycle", Test: "TestCallsAreHeldToTheirConditions", Robust: true,
 	},
 	{
+		Name: "a half destroyed machine is waited for", Guard: "what is left of a booted machine is no machine",
+		File: "daemon/lifecycle/machine.go",
+		Old:  " || err == nil && found.State == providers.MachinePartial", New: "",
+		Room: "daemon/lifecycle", Test: "TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce",
+	},
+	{
 		Name: "a machine that was not found once is given up", Guard: "the rule of two sightings",
 		File: "daemon/reconcile/reconcile.go",
 		Old:  "s.seen[machineID] = sighting{verdict, s.opts.Now()}\n\t\treturn false", New: "s.seen[machineID] = sighting{verdict, s.opts.Now()}\n\t\treturn true",
@@ -63,6 +69,12 @@ var Table = []Defect{
 		File: "daemon/jobs/run.go",
 		Old:  `return tx.PutJob(record, "job.done", describeOutcome(record.GetOutcome()))`, New: "return nil",
 		Room: "daemon/jobs", Test: "TestAnAnsweredCommandIsKnownAfterARestart", Robust: true,
+	},
+	{
+		Name: "a guest forgets a command whose end is not in the ledger", Guard: "forget only after the commit",
+		File: "daemon/jobs/attach.go",
+		Old:  "s.afterCommit(job.GetId(), job.GetMachineId())", New: "s.forget(s.ctx, job.GetMachineId(), job.GetId())",
+		Room: "daemon/jobs", Test: "TestAThankedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger",
 	},
 	{
 		Name: "a reservation of before the guest's restart is begun", Guard: "the boot fence",

@@ -414,7 +414,8 @@ func (s *Service) Thanked(job *recordv1.JobRecord, thanked bool) {
 			return
 		}
 		if s.mayForget(job.GetId()) {
-			s.forget(s.ctx, job.GetMachineId(), job.GetId())
+			// Its record is written behind its answer: until that is in the ledger, only the guest knows its end.
+			s.afterCommit(job.GetId(), job.GetMachineId())
 		}
 	})
 }

@@ -18,8 +18,10 @@ import (
 
 	"github.com/berth-sandbox/berth/conformance/need"
 	"github.com/berth-sandbox/berth/daemon/fault"
+	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	"github.com/berth-sandbox/berth/daemon/store"
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -520,6 +522,42 @@ func TestAnAnsweredCommandIsKnownAfterARestart(t *testing.T) {
 	if !same(job.GetOutcome(), ran.Job.GetOutcome()) {
 		t.Errorf("it ended as %v and now as %v", ran.Job.GetOutcome(), job.GetOutcome())
 	}
+}
+
+func TestAThankedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	job, command, err := w.newAttached(call("exec", ""), sandbox.GetId(), shell("exit 4"))
+	must(t, err)
+	must(t, w.links.Call(w.ctx, job.GetMachineId(), func(ctx context.Context, guest guestv1.GuestServiceClient) error {
+		_, err := guest.Start(ctx, &guestv1.StartRequest{JobId: job.GetId(), Command: command})
+		return err
+	}))
+	status, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), soon)
+	must(t, err)
+	busy, release := make(chan struct{}), make(chan struct{})
+	go func() {
+		_ = w.ledger.Update(w.ctx, func(*store.Tx) error {
+			close(busy)
+			<-release
+			return nil
+		})
+	}()
+	<-busy // nothing is committed from here on
+	done, err := w.receipt(w.ctx, job, status)
+	must(t, err)
+	w.Thanked(done, true)
+	pause(w.ctx, 5*spendEvery)
+	if _, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
+		t.Errorf("its guest was told to forget it while the ledger did not know its end: %v", err)
+	}
+	close(release)
+	w.wait("its guest to forget it", func() bool {
+		_, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0)
+		return errors.Is(err, guestlink.ErrNoJob)
+	})
+	w.wantExit(w.record(job.GetId()), 4)
 }
 
 func TestNewsMissesNoWakeUp(t *testing.T) {

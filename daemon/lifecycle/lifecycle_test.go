@@ -3,6 +3,8 @@ package lifecycle
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -353,6 +355,50 @@ func TestAMachineThatVanishesWhileItsWorkspaceIsPreparedFailsItsCreateAtOnce(t *
 		t.Fatalf("the error is %v", err)
 	}
 	w.wantNothing()
+}
+
+// halfDestroy leaves of the only machine what a provider does that is killed in the middle of a destroy.
+func (w *world) halfDestroy(ctx context.Context) error {
+	id := w.only().GetMachineId()
+	if err := os.WriteFile(filepath.Join(w.dir, "m", id, "doomed"), nil, 0o600); err != nil {
+		return err
+	}
+	return w.fake.World().Kill(ctx, id)
+}
+
+func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testing.T) {
+	t.Run("its workspace is prepared", func(t *testing.T) {
+		t.Parallel()
+		w := newWorld(t)
+		w.setHooks(func(ctx context.Context) error {
+			return errors.Join(w.halfDestroy(ctx), errors.New("the connection was lost"))
+		}, nil)
+		if _, err := w.create("c"); !fault.Is(err, fault.MachineGone) {
+			t.Fatalf("the error is %v", err)
+		}
+		w.wantNothing()
+	})
+	t.Run("its guest is waited for", func(t *testing.T) {
+		t.Parallel()
+		w := newWorld(t)
+		w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute})
+		answer := make(chan error, 1)
+		go func() {
+			_, err := w.create("c")
+			answer <- err
+		}()
+		w.wait("the machine to boot", func() bool { op := w.operation(); return op != nil && op.GetStep() == "connect" })
+		must(t, w.halfDestroy(w.ctx))
+		select {
+		case err := <-answer:
+			if !fault.Is(err, fault.MachineGone) {
+				t.Fatalf("the error is %v", err)
+			}
+		case <-time.After(soon):
+			t.Fatalf("it is still waited for after %s", soon)
+		}
+		w.wantNothing()
+	})
 }
 
 func TestADestroyOvertakesWhatIsInProgress(t *testing.T) {

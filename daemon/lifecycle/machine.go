@@ -111,17 +111,21 @@ func (s *Service) Look(ctx context.Context, machineID string) Verdict {
 	}
 	found, err := s.inspect(ctx, machine)
 	switch {
-	case errors.Is(err, providers.ErrNotFound):
+	case isGone(found, err):
 		return Gone
 	case err != nil:
 		return Unsure
-	case found.State == providers.MachinePartial:
-		return Gone // it was whole when it was booted: whatever is left is no machine any more
 	case found.State == providers.MachineStopped:
 		return Stopped
 	default:
 		return Present
 	}
+}
+
+// isGone reports whether what was found of a machine that was booted once is no machine any more: it was
+// whole then, so one of which a part is left is half destroyed.
+func isGone(found providers.Machine, err error) bool {
+	return errors.Is(err, providers.ErrNotFound) || err == nil && found.State == providers.MachinePartial
 }
 
 // MarkStopped writes down that a machine's processes are gone and its disk is there. Its jobs stay

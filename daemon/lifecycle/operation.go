@@ -266,7 +266,7 @@ func (s *Service) stoppedMeanwhile(ctx context.Context, operation *recordv1.Oper
 		return false, false, ""
 	}
 	found, err := s.inspect(ctx, machine)
-	return err == nil && found.State == providers.MachineStopped, errors.Is(err, providers.ErrNotFound), found.Note
+	return err == nil && found.State == providers.MachineStopped, isGone(found, err), found.Note
 }
 
 // undoable reports whether a step that fails for good can be given up: a destroy never is.

@@ -174,7 +174,7 @@ func (s *Service) firstHello(ctx context.Context, machine *recordv1.MachineRecor
 		}
 		found, inspectErr := s.inspect(limited, machine)
 		switch {
-		case errors.Is(inspectErr, providers.ErrNotFound):
+		case isGone(found, inspectErr):
 			return nil, fault.New(fault.MachineGone, "machine %s vanished before its guest answered", machine.GetId())
 		case inspectErr == nil && found.State == providers.MachineStopped:
 			return nil, fmt.Errorf("machine %s stopped before its guest answered: %s: %w", machine.GetId(), found.Note, providers.ErrAmbiguous)
