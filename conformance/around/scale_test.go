@@ -217,20 +217,8 @@ func (w *world) size(t *testing.T) size {
 // retention pass by the broker's clocks, and runs as many again: what was kept is gone, and neither the
 // ledger nor the output has grown.
 func TestShortJobsWithoutEndStayWithinTheirBounds(t *testing.T) {
-	jobs := shortJobs
-	if said := os.Getenv(jobsVariable); said != "" {
-		n, err := strconv.Atoi(said)
-		if err != nil || n < 100 {
-			t.Fatalf("%s is %q, want a number of jobs, at least 100", jobsVariable, said)
-		}
-		jobs = n
-	}
-	b := broker.New(t, asked(t), "--provider", "local", "--retention", "1h", "--log-level", "info")
-	w := inhabit(t, b)
-	ctx, cancel := context.WithTimeout(context.Background(), testMost+time.Duration(jobs)*20*time.Millisecond)
-	t.Cleanup(cancel)
-	w.ctx = ctx
-	w.Start(t)
+	jobs := jobsAsked(t)
+	w := patient(t, jobs, "--retention", "1h")
 	clock := clockOf(t, w.Pid())
 	sandbox := w.create(t)
 	for round := range rounds {
@@ -274,6 +262,75 @@ func TestShortJobsWithoutEndStayWithinTheirBounds(t *testing.T) {
 	if used > emptyMost {
 		t.Errorf("when all is gone %d KiB of the ledger are in use", used>>10)
 	}
+}
+
+// TestMoreJobsThanAreKeptLeaveTheYoungest runs more jobs than receipts may be kept, none of them old: the
+// oldest are gone, and so is their output.
+func TestMoreJobsThanAreKeptLeaveTheYoungest(t *testing.T) {
+	const kept = 1000
+	jobs := jobsAsked(t)
+	if jobs <= kept {
+		t.Fatalf("%s must be more than %d here", jobsVariable, kept)
+	}
+	w := patient(t, jobs, "--retention-jobs", strconv.Itoa(kept))
+	sandbox := w.create(t)
+	w.runMany(t, sandbox, jobs/2)
+	youngest := w.begin(t, sandbox, "echo youngest")
+	w.wantExit(t, youngest, 0)
+	clockOf(t, w.Pid()).step(t, 0, 2*time.Minute) // to the broker's next look
+	eventually(t, "the oldest receipts are dropped", func() error {
+		left, page := 0, ""
+		for {
+			list, err := w.Jobs().ListJobs(w.ctx, &berthv1.ListJobsRequest{PageSize: 500, PageToken: page})
+			if err != nil {
+				return err
+			}
+			left, page = left+len(list.GetJobs()), list.GetNextPageToken()
+			if page == "" {
+				break
+			}
+		}
+		if left != kept {
+			return fmt.Errorf("%d receipts are kept", left)
+		}
+		return nil
+	})
+	size := w.size(t)
+	t.Logf("of %d jobs %d receipts are kept, in a ledger of %d KiB; output %d KiB in %d files", jobs+1, kept, size.ledger>>10, size.output>>10, size.files)
+	if size.files > kept {
+		t.Errorf("%d receipts have %d files of output", kept, size.files)
+	}
+	if data, gaps, err := w.ReadAllOutput(w.ctx, youngest, berthv1.Stream_STREAM_STDOUT); err != nil || len(gaps) > 0 || string(data) != "youngest\n" {
+		t.Errorf("the youngest has %q (gaps %v, %v)", data, gaps, err)
+	}
+	w.destroy(t, sandbox)
+	w.quiet(t)
+}
+
+// jobsAsked is how many short jobs are to be run.
+func jobsAsked(t *testing.T) int {
+	t.Helper()
+	said := os.Getenv(jobsVariable)
+	if said == "" {
+		return shortJobs
+	}
+	n, err := strconv.Atoi(said)
+	if err != nil || n < 100 {
+		t.Fatalf("%s is %q, want a number of jobs, at least 100", jobsVariable, said)
+	}
+	return n
+}
+
+// patient starts a broker whose test has the time for so many jobs.
+func patient(t *testing.T, jobs int, flags ...string) *world {
+	t.Helper()
+	b := broker.New(t, asked(t), append([]string{"--provider", "local", "--log-level", "info"}, flags...)...)
+	w := inhabit(t, b)
+	ctx, cancel := context.WithTimeout(context.Background(), testMost+time.Duration(jobs)*20*time.Millisecond)
+	t.Cleanup(cancel)
+	w.ctx = ctx
+	w.Start(t)
+	return w
 }
 
 // inUse is how many bytes of a ledger that nobody has open are not free.
