@@ -410,9 +410,11 @@ func (s *Service) settle(ctx context.Context, machineID string, hello *guestv1.H
 	sameBoot := job.GetBootId() == hello.GetBootId()
 	switch {
 	case hasBegun(job) || !sameBoot:
-		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
-			s.close(job, lost("guest_restarted: the machine's guest has no record of it"))
-		})
+		reason := "guest_restarted: the machine's guest was started again and has no record of it"
+		if sameBoot {
+			reason = "no_record: the machine's guest no longer has a record of it"
+		}
+		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) { s.close(job, lost(reason)) })
 	case s.opts.Now().After(job.GetStartDeadline().AsTime()):
 		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
 			s.close(job, &berthv1.Outcome{

@@ -88,6 +88,10 @@ func (s *Service) inGuest(ctx context.Context, job *recordv1.JobRecord, fn func(
 	if err := s.machineStopped(job); err != nil {
 		return err
 	}
+	if s.frozen(job) {
+		return fault.New(fault.WrongState, "job %s is suspended with its sandbox %s: resume it first", job.GetId(), job.GetSandboxId()).
+			With("state", "SUSPENDED").With("wanted", "RUNNING")
+	}
 	err := s.ask(ctx, job.GetMachineId(), 0, fn)
 	unheard := fault.Is(err, fault.GuestUnreachable)
 	if !unheard && !errors.Is(err, guestlink.ErrNoJob) {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math"
 	"sync"
 	"time"
@@ -39,6 +40,7 @@ const (
 // Tuning.
 const (
 	activityEvery = 30 * time.Second // last_activity is written this often at most, or every command would cost a commit
+	activeMost    = 4096             // sandboxes whose last use is in memory; then those are forgotten whose use is long enough ago
 	tooManyRetry  = 5 * time.Second
 	guestPatience = 30 * time.Second // far above what a guest under load takes
 )
@@ -418,6 +420,9 @@ func (s *Service) touch(sandboxID string) {
 	if known && now.Sub(last) < activityEvery && now.After(last) {
 		s.mu.Unlock()
 		return
+	}
+	if len(s.active) >= activeMost {
+		maps.DeleteFunc(s.active, func(_ string, last time.Time) bool { return now.Sub(last) >= activityEvery })
 	}
 	s.active[sandboxID] = now
 	s.mu.Unlock()

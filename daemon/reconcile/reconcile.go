@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"sync"
 	"time"
@@ -191,12 +192,24 @@ func (s *Service) look(ctx context.Context) {
 
 // lookAtRest asks about machines that rest: they can vanish too, but nobody waits to hear of it.
 func (s *Service) lookAtRest(ctx context.Context) {
-	_, resting, err := s.machines()
+	awake, resting, err := s.machines()
 	if err != nil {
 		s.opts.Log.Error("cannot read the machines", "error", err)
 		return
 	}
+	s.forgetOthers(append(awake, resting...))
 	s.lookAtAll(ctx, resting)
+}
+
+// forgetOthers forgets how machines were found that are there no more.
+func (s *Service) forgetOthers(machines []*recordv1.MachineRecord) {
+	there := map[string]bool{}
+	for _, machine := range machines {
+		there[machine.GetId()] = true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	maps.DeleteFunc(s.seen, func(id string, _ sighting) bool { return !there[id] })
 }
 
 func (s *Service) lookAtAll(ctx context.Context, machines []*recordv1.MachineRecord) {
