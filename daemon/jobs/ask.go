@@ -3,7 +3,6 @@ package jobs
 import (
 	"context"
 	"errors"
-	"io/fs"
 	"strconv"
 	"time"
 
@@ -121,7 +120,7 @@ func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grac
 		if err := s.machineStopped(job); err != nil && !isDone(job) {
 			return nil, err
 		}
-		status, err := s.stopInGuest(ctx, job.GetMachineId(), &guestv1.StopRequest{
+		status, err := s.stopInGuest(ctx, job.GetMachineId(), stopGrace(job, grace), &guestv1.StopRequest{
 			JobId: id, Grace: grace, Reason: "stop_requested: by StopJob",
 		})
 		switch {
@@ -175,12 +174,9 @@ func (s *Service) look(call lifecycle.Call, id string) (job *recordv1.JobRecord,
 	return job, repeated, err
 }
 
-func (s *Service) stopInGuest(ctx context.Context, machineID string, request *guestv1.StopRequest) (*guestv1.Status, error) {
+// stopInGuest has a job stopped that may take a grace for it.
+func (s *Service) stopInGuest(ctx context.Context, machineID string, grace time.Duration, request *guestv1.StopRequest) (*guestv1.Status, error) {
 	var status *guestv1.Status
-	grace := maxStopGrace
-	if request.GetGrace() != nil {
-		grace = request.GetGrace().AsDuration()
-	}
 	err := s.ask(ctx, machineID, grace, func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		response, err := guest.Stop(ctx, request)
 		status = response.GetStatus()
@@ -192,6 +188,18 @@ func (s *Service) stopInGuest(ctx context.Context, machineID string, request *gu
 	return ended(status, machineID, request.GetJobId())
 }
 
+// stopGrace is how long a job may take to end when it is stopped. One that was found with its guest may have
+// any grace.
+func stopGrace(job *recordv1.JobRecord, asked *durationpb.Duration) time.Duration {
+	if asked != nil {
+		return asked.AsDuration()
+	}
+	if len(job.GetSpec().GetArgv()) == 0 && job.GetSpec().GetShell() == "" {
+		return maxStopGrace
+	}
+	return killGrace(job)
+}
+
 // ask runs fn with a machine's guest, and waits for an answer that is due within wait no longer than the
 // patience beyond it: a guest that keeps its connection and says nothing holds nobody up. Errors are those
 // of a call through the link; GUEST_UNREACHABLE when the guest said nothing.
@@ -200,7 +208,7 @@ func (s *Service) ask(ctx context.Context, machineID string, wait time.Duration,
 	defer cancel()
 	err := s.opts.Links.Call(limited, machineID, fn)
 	// The guest counts the deadline too, and may be the first to say that it is over.
-	late := limited.Err() != nil || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	late := limited.Err() != nil || errors.Is(err, context.DeadlineExceeded)
 	theirs, _ := ctx.Deadline()
 	if ours, _ := limited.Deadline(); err != nil && late && ctx.Err() == nil && !ours.Equal(theirs) {
 		return fault.New(fault.GuestUnreachable, "the guest of machine %s is connected and has not answered for %s: try again, or destroy the sandbox",
@@ -238,7 +246,7 @@ func (s *Service) SettleJobs(ctx context.Context, machineID string) {
 
 func (s *Service) settleDoomed(ctx context.Context, machineID string, status *guestv1.Status) {
 	if !status.GetDone() || !sealed(status) { // of one that is done, what it left running holds its output
-		stopped, err := s.stopInGuest(ctx, machineID, &guestv1.StopRequest{
+		stopped, err := s.stopInGuest(ctx, machineID, 0, &guestv1.StopRequest{
 			JobId: status.GetJobId(), Grace: durationpb.New(0), Reason: "destroyed: its sandbox was destroyed",
 		})
 		if err != nil {
@@ -338,8 +346,8 @@ func (s *Service) readRanges(job *recordv1.JobRecord, stream berthv1.Stream, fac
 		}
 		if offset < kept.GetTo() {
 			data, err := s.output.read(job.GetId(), stream, kept.GetFrom(), offset, min(limit, kept.GetTo()-offset))
-			if errors.Is(err, fs.ErrNotExist) { // it was dropped meanwhile, to make room
-				return nil, expired(job.GetId(), stream, offset, facts.GetTotalBytes())
+			if errors.Is(err, errNotKept) { // it was dropped meanwhile, to make room
+				return nil, expired(job.GetId(), stream, offset, kept.GetTo())
 			}
 			if err != nil {
 				return nil, err
@@ -396,7 +404,7 @@ func (s *Service) headAndTail(job *recordv1.JobRecord, stream berthv1.Stream, li
 	output := &guestv1.Output{}
 	if first.GetFrom() == 0 {
 		head, err := s.output.read(job.GetId(), stream, 0, 0, min(half, first.GetTo()))
-		if err != nil {
+		if err != nil && !errors.Is(err, errNotKept) {
 			return nil, err
 		}
 		output.Head = head
@@ -406,6 +414,9 @@ func (s *Service) headAndTail(job *recordv1.JobRecord, stream berthv1.Stream, li
 		return output, nil
 	}
 	tail, err := s.output.read(job.GetId(), stream, last.GetFrom(), from, last.GetTo()-from)
+	if errors.Is(err, errNotKept) {
+		return output, nil
+	}
 	output.Tail, output.TailOffset = tail, from
 	return output, err
 }

@@ -342,7 +342,9 @@ func (r *relaying) done(ctx context.Context, status *guestv1.Status) error {
 // receipt is the record of a job that its guest says is done: brought home where it was written down
 // beforehand, else written behind.
 func (s *Service) receipt(ctx context.Context, job *recordv1.JobRecord, status *guestv1.Status) (*recordv1.JobRecord, error) {
-	if job.GetStartDeadline() != nil { // only what was written down beforehand has one
+	// Only what was written down beforehand has a deadline, and only that and what was found after a restore
+	// keeps output.
+	if job.GetStartDeadline() != nil || job.GetKeepOutput() {
 		return s.bringHome(ctx, job.GetMachineId(), status)
 	}
 	if isDone(job) {
@@ -448,6 +450,9 @@ func (s *Service) replayStream(job *recordv1.JobRecord, stream berthv1.Stream, o
 		}
 		for offset < kept.GetTo() {
 			data, err := s.output.read(job.GetId(), stream, kept.GetFrom(), offset, min(chunkBytes, kept.GetTo()-offset))
+			if errors.Is(err, errNotKept) {
+				break // and what is missing is part of the next gap
+			}
 			if err != nil {
 				return err
 			}

@@ -19,7 +19,7 @@ const (
 	expireSpare = 10
 )
 
-// RemoveReceipts drops the receipts of jobs that were done before a time, at most max of them, and
+// RemoveReceipts drops the receipts of jobs that were done before a time, at most most of them, and
 // returns how many it dropped.
 func (s *Service) RemoveReceipts(ctx context.Context, before time.Time, most int) (int, error) {
 	var ids []string
@@ -33,19 +33,27 @@ func (s *Service) RemoveReceipts(ctx context.Context, before time.Time, most int
 	return len(ids), s.remove(ctx, ids)
 }
 
-// RemoveExcess drops the oldest receipts of those beyond keep, at most max of them, and returns how many
-// it dropped.
+// RemoveExcess drops the oldest receipts of those beyond keep, at most most of them, and returns how many
+// it dropped. The ledger remembers up to when the dropped ones had ended.
 func (s *Service) RemoveExcess(ctx context.Context, keep, most int) (int, error) {
 	var ids []string
+	var last time.Time
 	err := s.opts.Store.View(func(tx *store.Tx) error {
 		ended, err := tx.CountEndedJobs()
 		if err != nil || ended <= keep {
 			return err
 		}
-		ids, err = tx.EndedJobs(endOfTime, min(ended-keep, most))
+		if ids, err = tx.EndedJobs(endOfTime, min(ended-keep, most)); err != nil || len(ids) == 0 {
+			return err
+		}
+		job, err := tx.Job(ids[len(ids)-1])
+		last = job.GetDoneTime().AsTime()
 		return err
 	})
-	if err != nil {
+	if err != nil || len(ids) == 0 {
+		return 0, err
+	}
+	if err := s.opts.Store.Update(ctx, func(tx *store.Tx) error { return tx.SetDroppedThrough(last) }); err != nil {
 		return 0, err
 	}
 	return len(ids), s.remove(ctx, ids)
@@ -54,11 +62,32 @@ func (s *Service) RemoveExcess(ctx context.Context, keep, most int) (int, error)
 // endOfTime is after every job.
 var endOfTime = time.UnixMicro(math.MaxInt64)
 
-// remove drops receipts. The output goes first: a record without output says what it dropped, output
-// without a record would lie there for ever.
+// droppedThrough is when the last of the jobs had ended whose receipts were dropped because there were too
+// many; zero if none was.
+func (s *Service) droppedThrough() (through time.Time, err error) {
+	err = s.opts.Store.View(func(tx *store.Tx) error {
+		through = tx.DroppedThrough()
+		return nil
+	})
+	return through, err
+}
+
+// remove drops receipts. First they are made to name no output, then that goes, and then they: a receipt
+// never names what is not there, and no output lies there without one that names its job.
 func (s *Service) remove(ctx context.Context, ids []string) error {
 	if len(ids) == 0 {
 		return nil
+	}
+	err := s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+		for _, id := range ids {
+			if _, err := nameNoOutput(tx, id, ""); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	for _, id := range ids {
 		if err := s.output.remove(id); err != nil {
@@ -75,6 +104,27 @@ func (s *Service) remove(ctx context.Context, ids []string) error {
 	})
 }
 
+// nameNoOutput makes a receipt count its kept output as dropped, with an event if one is named, and returns
+// how many bytes that is.
+func nameNoOutput(tx *store.Tx, id, event string) (uint64, error) {
+	job, err := tx.Job(id)
+	if err != nil {
+		return 0, err
+	}
+	bytes := length(job.GetStdout().GetKept()) + length(job.GetStderr().GetKept())
+	if bytes == 0 {
+		return 0, nil
+	}
+	for _, facts := range []*berthv1.OutputFacts{job.GetStdout(), job.GetStderr()} {
+		facts.Kept, facts.DroppedBytes = nil, facts.GetTotalBytes()
+	}
+	detail := ""
+	if event != "" {
+		detail = "its output was among the oldest, and there was no more room"
+	}
+	return bytes, tx.PutJob(job, event, detail)
+}
+
 // OutputBytes returns how much output is kept in all.
 func (s *Service) OutputBytes() uint64 { return s.output.size() }
 
@@ -88,28 +138,33 @@ func (s *Service) BoundOutput(ctx context.Context, most uint64) error {
 	if kept <= most {
 		return nil
 	}
+	left, err := s.expireOldest(ctx, kept, most-most/expireSpare)
+	if left > most {
+		s.output.grown.Store(true) // by an error, or because the jobs are not complete yet
+	}
+	if left < kept {
+		s.opts.Log.Info("dropped the oldest output", "dropped_bytes", kept-left, "kept_bytes", left, "most", most)
+	}
+	return err
+}
+
+// expireOldest drops output until so many bytes are left, if there is as much to drop, and returns how many
+// are.
+func (s *Service) expireOldest(ctx context.Context, kept, wanted uint64) (left uint64, err error) {
 	var ids []string
-	err := s.opts.Store.View(func(tx *store.Tx) (err error) {
+	err = s.opts.Store.View(func(tx *store.Tx) (err error) {
 		ids, err = tx.EndedJobs(endOfTime, math.MaxInt)
 		return err
 	})
-	if err != nil {
-		return err
-	}
-	wanted := most - most/expireSpare
 	for part := range slices.Chunk(ids, expireAtOnce) {
-		if kept <= wanted {
+		if err != nil || kept <= wanted {
 			break
 		}
-		freed, err := s.expire(ctx, part, kept-wanted)
-		if err != nil {
-			s.output.grown.Store(true) // it is tried again
-			return err
-		}
+		var freed uint64
+		freed, err = s.expire(ctx, part, kept-wanted)
 		kept -= min(freed, kept)
 	}
-	s.opts.Log.Info("dropped the oldest output", "kept_bytes", kept, "most", most)
-	return nil
+	return kept, err
 }
 
 // expire drops the output of receipts until so many bytes are free, and returns how many are. The
@@ -123,16 +178,14 @@ func (s *Service) expire(ctx context.Context, ids []string, wanted uint64) (free
 			if err != nil {
 				return err
 			}
-			bytes := length(job.GetStdout().GetKept()) + length(job.GetStderr().GetKept())
-			if freed >= wanted || bytes == 0 || !isComplete(job) {
+			if freed >= wanted || !isComplete(job) {
 				continue
 			}
-			for _, facts := range []*berthv1.OutputFacts{job.GetStdout(), job.GetStderr()} {
-				facts.Kept, facts.DroppedBytes = nil, facts.GetTotalBytes()
-			}
-			if err := tx.PutJob(job, "job.output_expired", "its output was among the oldest, and there was no more room"); err != nil {
+			bytes, err := nameNoOutput(tx, id, "job.output_expired")
+			if err != nil {
 				return err
 			}
+			// Also where it names none: a crash may have left what it named before.
 			expired, freed = append(expired, id), freed+bytes
 		}
 		return nil
@@ -142,8 +195,7 @@ func (s *Service) expire(ctx context.Context, ids []string, wanted uint64) (free
 	}
 	for _, id := range expired {
 		if err := s.output.remove(id); err != nil {
-			// fsck finds it, and it goes with its receipt at the latest.
-			s.opts.Log.Warn("dropped output could not be removed", "job", id, "error", err)
+			s.opts.Log.Warn("dropped output could not be removed; it is tried again", "job", id, "error", err)
 		}
 	}
 	return freed, nil

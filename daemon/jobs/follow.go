@@ -226,7 +226,7 @@ func (s *Service) take(ctx context.Context, machineID string, status *guestv1.St
 	case isDone(job):
 		// The ledger's word is final: what runs against it, a start that arrived too late, is ended.
 		s.opts.Log.Warn("a command runs although its job has ended; it is stopped", "machine", machineID, "job", job.GetId())
-		_, err = s.stopInGuest(ctx, machineID, &guestv1.StopRequest{
+		_, err = s.stopInGuest(ctx, machineID, 0, &guestv1.StopRequest{
 			JobId: job.GetId(), Grace: durationpb.New(0), Reason: "too_late: its job had ended in the ledger",
 		})
 		return err
@@ -292,7 +292,11 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 func (s *Service) outlived(status *guestv1.Status) bool {
 	now := s.opts.Now()
 	ended := boundedTime(status.GetEndTime(), now)
-	return status.GetDone() && ended != nil && now.Sub(ended.AsTime()) > s.opts.Retention
+	if !status.GetDone() || ended == nil {
+		return false
+	}
+	dropped, err := s.droppedThrough()
+	return err == nil && (now.Sub(ended.AsTime()) > s.opts.Retention || !ended.AsTime().After(dropped))
 }
 
 // mayAdopt counts a job that is to be adopted, and reports whether there are not too many of its
@@ -411,7 +415,10 @@ func (s *Service) settle(ctx context.Context, machineID string, hello *guestv1.H
 	switch {
 	case hasBegun(job) || !sameBoot:
 		reason := "guest_restarted: the machine's guest was started again and has no record of it"
-		if sameBoot {
+		switch {
+		case job.GetBootId() == "":
+			reason = "restored: it was reserved in the backup that this ledger is, and may have run since"
+		case sameBoot:
 			reason = "no_record: the machine's guest no longer has a record of it"
 		}
 		_, err = s.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) { s.close(job, lost(reason)) })

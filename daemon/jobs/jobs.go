@@ -79,7 +79,7 @@ type Service struct {
 	followers map[string]*follower           // by machine
 	beginning map[string]bool                // jobs whose start is under way in this process
 	spent     map[string][]string            // attached commands that their guests may forget, by machine
-	recorded  []string                       // attached commands whose record is in the ledger's queue
+	recorded  map[string]bool                // attached commands whose record is in the ledger's queue
 	spending  bool                           // somebody waits for the commit of those
 	attached  map[string]*recordv1.JobRecord // commands whose caller is attached here, until their record is written
 	active    map[string]time.Time           // when last_activity was last written, by sandbox
@@ -113,7 +113,7 @@ func New(opts Options) (*Service, error) {
 	return &Service{
 		opts: opts, output: output, news: newNews(), ctx: ctx, cancel: cancel, drain: drain, drained: draining.Done(),
 		followers: map[string]*follower{}, beginning: map[string]bool{}, attached: map[string]*recordv1.JobRecord{}, active: map[string]time.Time{},
-		held: map[string]int{}, spent: map[string][]string{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{}, awaited: map[string]bool{},
+		held: map[string]int{}, spent: map[string][]string{}, recorded: map[string]bool{}, forgettable: map[string]bool{}, stocked: map[string]bool{}, adopted: map[string]int{}, awaited: map[string]bool{},
 	}, nil
 }
 

@@ -131,9 +131,16 @@ func inOrder(ranges []*berthv1.ByteRange) []*berthv1.ByteRange {
 	return ordered
 }
 
-// read returns bytes of a kept range.
+// errNotKept says that bytes which a receipt names are not there: they were dropped meanwhile to make
+// room, or somebody removed them.
+var errNotKept = errors.New("that output is no longer kept")
+
+// read returns bytes of a kept range, one at least; errNotKept where there is none.
 func (h *homeOutput) read(jobID string, stream berthv1.Stream, from, offset uint64, limit uint64) ([]byte, error) {
 	file, err := os.Open(h.file(jobID, stream, from))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, errNotKept
+	}
 	if err != nil {
 		return nil, fmt.Errorf("read kept output of job %s: %w", jobID, err)
 	}
@@ -142,6 +149,9 @@ func (h *homeOutput) read(jobID string, stream berthv1.Stream, from, offset uint
 	n, err := file.ReadAt(data, int64(offset-from))
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, fmt.Errorf("read kept output of job %s: %w", jobID, err)
+	}
+	if n == 0 && limit > 0 {
+		return nil, errNotKept
 	}
 	return data[:n], nil
 }

@@ -72,14 +72,21 @@ func (s *Service) LacksOutput(job *recordv1.JobRecord) bool {
 // RestateOutput makes a receipt name the output that is there, and count the rest as dropped. Its
 // outcome stays as it is.
 func (s *Service) RestateOutput(ctx context.Context, id string) error {
+	job, err := s.job(id)
+	if err != nil || !s.LacksOutput(job) {
+		return err
+	}
+	stdout, stderr := s.restated(job, berthv1.Stream_STREAM_STDOUT), s.restated(job, berthv1.Stream_STREAM_STDERR)
 	return s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-		job, err := tx.Job(id)
-		if err != nil || job == nil || !s.LacksOutput(job) {
+		now, err := tx.Job(id)
+		if err != nil {
 			return err
 		}
-		job.Stdout = s.restated(job, berthv1.Stream_STREAM_STDOUT)
-		job.Stderr = s.restated(job, berthv1.Stream_STREAM_STDERR)
-		return tx.PutJob(job, "job.output_lost", "kept output is no longer there")
+		if now.GetRevision() != job.GetRevision() {
+			return errors.New("it has changed meanwhile: check again")
+		}
+		now.Stdout, now.Stderr = stdout, stderr
+		return tx.PutJob(now, "job.output_lost", "kept output is no longer there")
 	})
 }
 

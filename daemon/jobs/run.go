@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"time"
 
@@ -199,11 +200,14 @@ func (s *Service) mayAttach() error {
 // them.
 const spendEvery = 100 * time.Millisecond
 
+// recordAtOnce is how many records that a full disk kept out of the ledger are written in one commit.
+const recordAtOnce = 500
+
 // afterCommit lets go of an attached command once its record is in the ledger: it is known from there
 // then, and the guest of the machine, if one is named, may forget it.
 func (s *Service) afterCommit(jobID, machineID string) {
 	s.mu.Lock()
-	s.recorded = append(s.recorded, jobID)
+	s.recorded[jobID] = true
 	if machineID != "" {
 		s.spent[machineID] = append(s.spent[machineID], jobID)
 	}
@@ -223,13 +227,13 @@ func (s *Service) spend() {
 		pause(s.ctx, spendEvery)
 		s.mu.Lock()
 		recorded, spent := s.recorded, s.spent
-		s.recorded, s.spent = nil, map[string][]string{}
+		s.recorded, s.spent = map[string]bool{}, map[string][]string{}
 		s.spending = len(recorded) > 0
 		s.mu.Unlock()
 		if len(recorded) == 0 {
 			return
 		}
-		if err := s.makeSure(recorded); err != nil {
+		if err := s.makeSure(slices.Collect(maps.Keys(recorded))); err != nil {
 			s.putOff(recorded, spent)
 			if s.ctx.Err() != nil {
 				return
@@ -238,7 +242,7 @@ func (s *Service) spend() {
 			pause(s.ctx, followRetry)
 			continue
 		}
-		for _, id := range recorded {
+		for id := range recorded {
 			s.unsetAttached(id)
 		}
 		for machineID, ids := range spent {
@@ -272,25 +276,31 @@ func (s *Service) makeSure(ids []string) error {
 	if err != nil || len(missing) == 0 {
 		return err
 	}
-	return s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
-		for _, id := range missing {
-			record := s.attachedHere(id)
-			if !isDone(record) {
-				continue // somebody else records its end
+	for part := range slices.Chunk(missing, recordAtOnce) {
+		err := s.opts.Store.Update(s.ctx, func(tx *store.Tx) error {
+			for _, id := range part {
+				record := s.attachedHere(id)
+				if !isDone(record) {
+					continue // somebody else records its end
+				}
+				if err := putAttached(tx, record); err != nil {
+					return err
+				}
 			}
-			if err := putAttached(tx, record); err != nil {
-				return err
-			}
+			return nil
+		})
+		if err != nil {
+			return err
 		}
-		return nil
-	})
+	}
+	return nil
 }
 
 // putOff gives back what spend could not be done with.
-func (s *Service) putOff(recorded []string, spent map[string][]string) {
+func (s *Service) putOff(recorded map[string]bool, spent map[string][]string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.recorded = append(s.recorded, recorded...)
+	maps.Copy(s.recorded, recorded)
 	for machineID, ids := range spent {
 		s.spent[machineID] = append(s.spent[machineID], ids...)
 	}
@@ -320,7 +330,7 @@ func (s *Service) callerLeft(job *recordv1.JobRecord, kill bool, grace time.Dura
 		}
 		ctx, cancel := context.WithTimeout(s.ctx, stopTimeout+killGrace(job))
 		defer cancel()
-		status, err := s.stopInGuest(ctx, job.GetMachineId(), &guestv1.StopRequest{
+		status, err := s.stopInGuest(ctx, job.GetMachineId(), killGrace(job), &guestv1.StopRequest{
 			JobId: job.GetId(), Reason: "disconnected: the caller went away",
 		})
 		switch {

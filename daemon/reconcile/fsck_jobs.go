@@ -93,10 +93,10 @@ func (c *check) jobAdrift(ctx context.Context, job *recordv1.JobRecord) {
 	})
 }
 
-// lacking finds a receipt whose kept output is not there. One that is being dropped at this moment, its
-// output first, is none.
+// lacking finds a receipt whose kept output is not there. It is looked at twice: one that is dropped names
+// its output no more before that goes.
 func (c *check) lacking(ctx context.Context, job *recordv1.JobRecord) error {
-	if !c.opts.Jobs.LacksOutput(job) || c.age(job.GetDoneTime()) >= c.opts.Retention {
+	if !c.opts.Jobs.LacksOutput(job) {
 		return nil
 	}
 	var now *recordv1.JobRecord
@@ -176,8 +176,9 @@ func danglingRequest(request store.Request) Finding {
 // dropped.
 func (c *check) dangling(tx *store.Tx, id string) (bool, error) {
 	prefix, made, found := strings.Cut(id, "_")
-	at, err := ulid.Parse(made)
-	if !found || err != nil || c.opts.Now().Sub(ulid.Time(at.Time())) >= c.opts.Retention {
+	parsed, err := ulid.Parse(made)
+	at := ulid.Time(parsed.Time())
+	if !found || err != nil || c.opts.Now().Sub(at) >= c.opts.Retention || prefix == "job" && !at.After(tx.DroppedThrough()) {
 		return false, nil //nolint:nilerr // what is no id of ours names nothing that could be missing
 	}
 	switch prefix {

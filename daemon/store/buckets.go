@@ -82,6 +82,7 @@ const (
 	revisionKey    = "revision"
 	eventsKey      = "events"
 	trimmedKey     = "trimmed"
+	droppedKey     = "dropped"
 	backupKey      = "backup"
 	fingerprintKey = "key_fingerprint"
 )

@@ -170,6 +170,23 @@ func (tx *Tx) CountEndedJobs() (int, error) {
 	return n, err
 }
 
+// DroppedThrough is up to when the jobs had ended whose receipts were dropped because there were too many;
+// zero if none was.
+func (tx *Tx) DroppedThrough() time.Time {
+	if at := tx.number64(droppedKey); at != 0 {
+		return time.UnixMicro(int64(at))
+	}
+	return time.Time{}
+}
+
+// SetDroppedThrough moves it forward.
+func (tx *Tx) SetDroppedThrough(at time.Time) error {
+	if !at.After(tx.DroppedThrough()) {
+		return nil
+	}
+	return tx.setMeta(droppedKey, numberBytes(uint64(at.UnixMicro())+1))
+}
+
 func dangling(index, id string) error {
 	return fault.New(fault.StoreFailed, "the ledger's index %s names %s, which is not there: restore a copy of the ledger", index, id)
 }
