@@ -56,7 +56,7 @@ race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler
 crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
 	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
 
-# JOBS short jobs are run, three times over, in one of the tests: `make around JOBS=100000`.
+# JOBS short jobs are run in one test, and three times over in another: `make around JOBS=100000`.
 JOBS ?= 1200
 .PHONY: around
 around: $(TESTSUM) ## what happens around a broker: full disk, stepped clock, freeze, reboot, upgrade, many jobs (JOBS=1200)
@@ -82,7 +82,7 @@ faults: $(TESTSUM) ## have guests lie to a broker in every way there is
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance
-conformance: $(TESTSUM) ## the API suite, and on docker the crashes, on every other provider that is here (docker needs an engine and debootstrap)
+conformance: $(TESTSUM) ## the API suite, and on docker the crashes and random kills, on every other provider that is here (docker needs an engine and debootstrap)
 	BERTH_PROVIDER=local-plain $(TESTSUM) -vet=off -count=1 ./conformance/api
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
@@ -93,6 +93,8 @@ conformance: $(TESTSUM) ## the API suite, and on docker the crashes, on every ot
 	done; \
 	echo "on docker, with a crash at every failpoint:"; \
 	BERTH_RUN=crash BERTH_PROVIDER=docker BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash || status=1; \
+	echo "on docker, with random kills:"; \
+	BERTH_RUN=robust BERTH_PROVIDER=docker BERTH_DOCKER_IMAGE=$(IMAGE) BERTH_KILLS=10 go test -vet=off -count=1 -v ./conformance/robust -run TestRandom || status=1; \
 	docker image rm -f $(IMAGE) >/dev/null; exit $$status
 
 # Go fuzzes one target of one package at a time. A number of runs, not a time: when the time is up while
