@@ -416,6 +416,9 @@ func (s *Service) settle(ctx context.Context, machineID string, hello *guestv1.H
 	case hasBegun(job) || !sameBoot:
 		reason := "guest_restarted: the machine's guest was started again and has no record of it"
 		switch {
+		case sameBoot && job.GetStartDeadline() == nil:
+			// Its guest may never have heard of it, or kept its end for the caller as long as it does.
+			reason = "disconnected: its caller went away, and the machine's guest has no record of it"
 		case job.GetBootId() == "":
 			reason = "restored: it was reserved in the backup that this ledger is, and may have run since"
 		case sameBoot:

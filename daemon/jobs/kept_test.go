@@ -114,6 +114,23 @@ func TestAJobThatWasFoundKeepsItsOutputWhoeverBringsItHome(t *testing.T) {
 	}
 }
 
+// A broker that was killed between the record of an abandoned command and its end leaves one that its guest
+// may never have heard of.
+func TestACommandWhoseCallerWentAwayAndThatNobodyKnowsIsLostByThat(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	begun := w.started(w.sandbox(), shell("sleep 100"))
+	abandoned := proto.CloneOf(begun)
+	abandoned.Id, abandoned.State, abandoned.StartDeadline = lifecycle.NewID("job"), berthv1.JobState_JOB_STATE_RUNNING, nil
+	abandoned.Detached, abandoned.KeepOutput = false, false
+	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error { return tx.PutJob(abandoned, "job.abandoned", "") }))
+	w.restart()
+	w.wantCause(w.done(abandoned.GetId()), berthv1.Cause_CAUSE_LOST, "disconnected:")
+	if isDone(w.record(begun.GetId())) {
+		t.Error("the job beside it is done as well")
+	}
+}
+
 func TestNoMoreCommandsAreTakenThanCanBeRecorded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
