@@ -470,3 +470,33 @@ func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
 	cancel()
 	<-done
 }
+
+func TestATrimThatTakesLongHoldsUpNoLook(t *testing.T) {
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	w.silent(sandbox)
+	written, let := make(chan error), make(chan struct{})
+	go func() {
+		written <- w.ledger.Update(w.ctx, func(*store.Tx) error { // a trim waits behind it
+			<-let
+			return nil
+		})
+	}()
+	w.trims = 10 * time.Millisecond // before the first look
+	ctx, cancel := context.WithCancel(w.ctx)
+	ended := make(chan struct{})
+	go func() {
+		w.Run(ctx)
+		close(ended)
+	}()
+	w.wait("a look while a trim is at work", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.seen[sandbox.GetMachineId()].verdict == lifecycle.Stopped
+	})
+	close(let)
+	must(t, <-written)
+	cancel()
+	<-ended
+}
