@@ -154,10 +154,7 @@ func (b *Broker) TryStart(env ...string) error {
 			<-p.exited
 			return fmt.Errorf("berthd exited with %d before it was ready", p.code)
 		}
-		if slices.Contains(b.args, "docker") && b.instance == "" {
-			return b.learnInstance()
-		}
-		return nil
+		return b.learnInstance()
 	case <-timer.C:
 		return fmt.Errorf("berthd is not ready after %s", readyMost)
 	}
@@ -333,8 +330,15 @@ func (b *Broker) ContainerDeaths(since time.Time) (int, error) {
 	return deaths, nil
 }
 
-// learnInstance asks the broker for the id that its machines bear.
+// learnInstance asks the broker, once, for the id that its machines bear, where their containers are found
+// by that.
 func (b *Broker) learnInstance() error {
+	b.mu.Lock()
+	known := b.instance != ""
+	b.mu.Unlock()
+	if known || !slices.Contains(b.args, "docker") {
+		return nil
+	}
 	out, err := b.Berth(context.Background(), "info", "-o", "json")
 	if err != nil {
 		return err
