@@ -23,7 +23,7 @@ func (b *broker) Fsck(_ context.Context, r *berthv1.FsckRequest) (*berthv1.FsckR
 	leftOut := b.leftOut
 	b.mu.Unlock()
 	return &berthv1.FsckResponse{
-		LeftOut: leftOut,
+		LeftOut:   leftOut,
 		Sandboxes: 3, Machines: 4, Jobs: 120, Requests: 7,
 		Findings: []*berthv1.FsckFinding{
 			{
