@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/berth-sandbox/berth/conformance/broker"
 )
 
 // clock is the clocks of one process, which can be stepped while it runs, as the host's can: its
@@ -68,7 +70,7 @@ func clockOf(t *testing.T, pid int) *clock {
 		t.Skipf("this kernel's clock_gettime has %d bytes, too few for another", size)
 	}
 	c.code = int64(function)
-	for deadline := time.Now().Add(comesBack); ; pause(lookEvery) {
+	for deadline := time.Now().Add(comesBack); ; broker.Pause(lookEvery) {
 		if err = c.replace(size); err == nil {
 			return c
 		}
@@ -120,7 +122,7 @@ func (c *clock) replace(size uint64) error {
 	}
 	defer func() { _ = syscall.Kill(c.pid, syscall.SIGCONT) }()
 	var inside []string
-	for deadline := time.Now().Add(comesBack); ; pause(time.Millisecond) {
+	for deadline := time.Now().Add(comesBack); ; broker.Pause(time.Millisecond) {
 		still, at, err := threads(c.pid)
 		if err != nil {
 			return err
