@@ -19,7 +19,11 @@ import (
 )
 
 func (b *broker) Fsck(_ context.Context, r *berthv1.FsckRequest) (*berthv1.FsckResponse, error) {
+	b.mu.Lock()
+	leftOut := b.leftOut
+	b.mu.Unlock()
 	return &berthv1.FsckResponse{
+		LeftOut:   leftOut,
 		Sandboxes: 3, Machines: 4, Jobs: 120, Requests: 7,
 		Findings: []*berthv1.FsckFinding{
 			{
@@ -148,16 +152,56 @@ func TestACheckThatLeavesNothingExitsWithZero(t *testing.T) {
 		remain int
 		words  string
 	}{
+		{"most were mended, and some of both are not listed", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, mended}, LeftOut: 7, Repaired: 6, Remaining: 3}, true, 3,
+			"9 findings, 7 of them not listed: 6 mended, 3 remain; looked at "},
+		{"a broker counts what it does not list", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k", Repairable: true}}, LeftOut: 3, Remaining: 4, Repairable: 2}, false, 4,
+			"4 findings, 3 of them not listed: `berth fsck --repair` would mend 2; looked at "},
+		{"an older broker counts only what it lists", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, mended}, LeftOut: 3}, true, 1,
+			"5 findings, 3 of them not listed: at least 1 mended, at least 1 remain; looked at "},
 		{"nothing was wrong", &berthv1.FsckResponse{Jobs: 2}, false, 0, "nothing is wrong: looked at 0 sandboxes, 0 machines, 2 jobs, 0 request ids"},
 		{"all was mended", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{mended, mended}}, true, 0, "2 findings: 2 mended, 0 remain; looked at "},
 		{"some are not listed", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k", Repairable: true}}, LeftOut: 3}, false, 1,
-			"4 findings, 3 of them not listed: `berth fsck --repair` would mend 1; looked at "},
+			"4 findings, 3 of them not listed: `berth fsck --repair` would mend at least 1; looked at "},
 	} {
-		if got := remaining(test.reply); got != test.remain {
+		if got := totalsOf(test.reply).remain; got != test.remain {
 			t.Errorf("%s: %d remain", test.name, got)
 		}
 		if got := summaryOf(proto.CloneOf(test.reply), test.repair); !strings.HasPrefix(got, test.words) {
 			t.Errorf("%s: %q", test.name, got)
 		}
 	}
+}
+
+func TestFindingsThatAreNotListedAreSaidInEveryFormat(t *testing.T) {
+	b := newBroker(t)
+	b.leftOut = 5
+	for _, test := range []struct{ format, stdout, stderr string }{
+		{outputTable, "8 findings, 5 of them not listed", ""},
+		{outputID, "docker\n", "berth: fsck: 5 findings are not listed"},
+		{outputJSON, `"subject":"docker"`, "berth: fsck: 5 findings are not listed"},
+	} {
+		s := b.shell()
+		if code := s.run(t, "fsck", "-o", test.format); code != exitFailure {
+			t.Errorf("-o %s: exit %d", test.format, code)
+		}
+		if !strings.Contains(s.stdout.String(), test.stdout) || !strings.HasPrefix(s.stderr.String(), test.stderr) || test.stderr == "" && s.stderr.String() != "" {
+			t.Errorf("-o %s: it says %q and, on stderr, %q", test.format, s.stdout.String(), s.stderr.String())
+		}
+	}
+}
+
+func TestABackupThatCannotBeToldOfIsThere(t *testing.T) {
+	b := newBroker(t)
+	unwritable, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unwritable.Close() }()
+	path := filepath.Join(t.TempDir(), "ledger.backup")
+	s := b.shell()
+	s.stdoutTo = unwritable
+	if code := s.run(t, "backup", path); code != exitFailure || !strings.Contains(s.stderr.String(), "write ") || strings.Contains(s.stderr.String(), "no such file") {
+		t.Errorf("exit %d: %s", code, s.stderr.String())
+	}
+	wantBackup(t, path, backup(false))
 }

@@ -79,29 +79,33 @@ func mayWrite(path string, force bool) error {
 	return nil
 }
 
-func (p *program) backupToFile(ctx context.Context, c *client.Client, path string, compact bool) (err error) {
+func (p *program) backupToFile(ctx context.Context, c *client.Client, path string, compact bool) error {
+	length, sum, err := backupAs(ctx, c, path, compact)
+	if err != nil {
+		return err
+	}
+	return p.showBackup(path, length, hex.EncodeToString(sum))
+}
+
+// backupAs makes a backup that is whole, on disk and at path, or leaves what was there.
+func backupAs(ctx context.Context, c *client.Client, path string, compact bool) (length uint64, sum []byte, err error) {
 	partial := path + partialSuffix
 	if err := os.Remove(partial); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove what an earlier backup left: %w", err)
+		return 0, nil, fmt.Errorf("remove what an earlier backup left: %w", err)
 	}
 	file, err := os.OpenFile(filepath.Clean(partial), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return err
+		return 0, nil, err
 	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(partial))
-		}
-	}()
-	length, sum, err := backupTo(ctx, c, file, compact)
+	length, sum, err = backupTo(ctx, c, file, compact)
+	if err == nil {
+		err = os.Rename(partial, path)
+	}
 	if err != nil {
-		return err
-	}
-	if err := os.Rename(partial, path); err != nil {
-		return err
+		return 0, nil, errors.Join(err, os.Remove(partial))
 	}
 	syncDir(filepath.Dir(path))
-	return p.showBackup(path, length, hex.EncodeToString(sum))
+	return length, sum, nil
 }
 
 func backupTo(ctx context.Context, c *client.Client, file *os.File, compact bool) (length uint64, sum []byte, err error) {

@@ -62,6 +62,7 @@ type broker struct {
 	changed   chan struct{}
 	entered   chan string  // a token for every call that waits
 	live      *liveCommand // what Exec began last
+	leftOut   uint32       // findings of a check
 	spoil     string       // what becomes of backups: "" nothing, "cut off" or "changed"
 }
 

@@ -37,7 +37,7 @@ why, and when. It exits with 0 when nothing is wrong or all was mended, and with
 		if err := p.showFindings(reply, repair); err != nil {
 			return err
 		}
-		if remaining(reply) > 0 {
+		if totalsOf(reply).remain > 0 {
 			return &exitError{code: exitFailure}
 		}
 		return nil
@@ -45,16 +45,28 @@ why, and when. It exits with 0 when nothing is wrong or all was mended, and with
 	return cmd
 }
 
-// remaining counts the findings that were not mended. Those that are left out of the answer come after
-// them, so that none is overlooked.
-func remaining(reply *berthv1.FsckResponse) int {
-	n := 0
+// totals count all findings, those too that are left out of the answer.
+type totals struct{ mended, remain, mendable int }
+
+// totalsOf takes the broker's word, and counts what is listed where an older broker gives none: those that
+// remain are listed first, so that it is never overlooked that some do.
+func totalsOf(reply *berthv1.FsckResponse) totals {
+	var listed totals
 	for _, finding := range reply.GetFindings() {
-		if !finding.GetRepaired() {
-			n++
+		if finding.GetRepaired() {
+			listed.mended++
+			continue
+		}
+		listed.remain++
+		if finding.GetRepairable() {
+			listed.mendable++
 		}
 	}
-	return n
+	return totals{
+		mended:   max(listed.mended, int(reply.GetRepaired())),
+		remain:   max(listed.remain, int(reply.GetRemaining())),
+		mendable: max(listed.mendable, int(reply.GetRepairable())),
+	}
 }
 
 func (p *program) showFindings(reply *berthv1.FsckResponse, repair bool) error {
@@ -63,10 +75,13 @@ func (p *program) showFindings(reply *berthv1.FsckResponse, repair bool) error {
 			return err
 		}
 	}
-	if p.output != outputTable {
-		return nil
+	if p.output == outputTable {
+		return p.printLine(summaryOf(reply, repair))
 	}
-	return p.printLine(summaryOf(reply, repair))
+	if reply.GetLeftOut() > 0 {
+		p.complain("fsck", fmt.Sprintf("%d findings are not listed: an answer holds no more", reply.GetLeftOut()))
+	}
+	return nil
 }
 
 // findingBlock is a finding as a part of a plan that a person judges.
@@ -102,20 +117,18 @@ func summaryOf(reply *berthv1.FsckResponse, repair bool) string {
 	if len(reply.GetFindings()) == 0 {
 		return "nothing is wrong: " + looked
 	}
-	remain, mendable := remaining(reply), 0
-	for _, finding := range reply.GetFindings() {
-		if finding.GetRepairable() {
-			mendable++
-		}
+	all, least := totalsOf(reply), ""
+	if all.mended+all.remain < len(reply.GetFindings())+int(reply.GetLeftOut()) {
+		least = "at least " // an older broker, which counts for itself only what it lists
 	}
 	summary := fmt.Sprintf("%d findings", len(reply.GetFindings())+int(reply.GetLeftOut()))
 	if reply.GetLeftOut() > 0 {
 		summary += fmt.Sprintf(", %d of them not listed", reply.GetLeftOut())
 	}
 	if repair {
-		summary += fmt.Sprintf(": %d mended, %d remain", len(reply.GetFindings())-remain, remain)
-	} else if mendable > 0 {
-		summary += fmt.Sprintf(": `berth fsck --repair` would mend %d", mendable)
+		summary += fmt.Sprintf(": %s%d mended, %s%d remain", least, all.mended, least, all.remain)
+	} else if all.mendable > 0 {
+		summary += fmt.Sprintf(": `berth fsck --repair` would mend %s%d", least, all.mendable)
 	}
 	return summary + "; " + looked
 }

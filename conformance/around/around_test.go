@@ -183,7 +183,7 @@ func (w *world) quiet(t *testing.T) {
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	var err error
-	for deadline := time.Now().Add(comesBack); ; pause(lookEvery) {
+	for deadline := time.Now().Add(comesBack); ; broker.Pause(lookEvery) {
 		if err = try(); err == nil {
 			return
 		}
@@ -199,11 +199,6 @@ func brief(t *testing.T, most time.Duration) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), most)
 	t.Cleanup(cancel)
 	return ctx
-}
-
-func pause(d time.Duration) {
-	timer := time.NewTimer(d)
-	<-timer.C
 }
 
 // logged returns the lines of the broker's whole log that hold a text.

@@ -138,7 +138,7 @@ func TestAHostThatRebootsLeavesSandboxesThatResume(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(got.GetSandbox().GetWorkspacePath(), "go"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	pause(2 * time.Second)
+	broker.Pause(2 * time.Second)
 	w.reboot(t, got.GetSandbox().GetMachineId())
 
 	w.Start(t)
@@ -219,11 +219,11 @@ const previousCommit = "a463296f678f12e3fd262996f3ab86a49699d65c"
 // then it is this tree under another name, which shows the taking over and not what changed.
 func previous(t *testing.T) broker.Programs {
 	t.Helper()
-	out, err := exec.Command("go", "env", "GOMOD").Output()
+	tree, err := broker.ModuleRoot(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	tree, dir := filepath.Dir(strings.TrimSpace(string(out))), t.TempDir()
+	dir := t.TempDir()
 	if exec.Command("git", "-C", tree, "cat-file", "-e", previousCommit+"^{commit}").Run() == nil {
 		unpack := exec.Command("sh", "-c", `git -C "$1" archive "$2" | tar -x -C "$3"`, "sh", tree, previousCommit, dir)
 		if out, err := unpack.CombinedOutput(); err != nil {

@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/berth-sandbox/berth/conformance/broker"
 )
 
 // clock is the clocks of one process, which can be stepped while it runs, as the host's can: its
@@ -25,7 +27,7 @@ type clock struct {
 	code int64 // address of the replacement
 }
 
-// stub is that replacement, for x86-64:
+// replacement is what replaces it, for x86-64:
 //
 //	mov eax, 228; syscall      // clock_gettime(edi, rsi)
 //	test edi, edi; je wall     // CLOCK_REALTIME
@@ -33,7 +35,7 @@ type clock struct {
 //	ret
 //	wall:      mov rcx, <seconds>; add [rsi], rcx; ret
 //	monotonic: mov rcx, <seconds>; add [rsi], rcx; ret
-var stub = []byte{
+var replacement = []byte{
 	0xb8, 0xe4, 0, 0, 0, 0x0f, 0x05,
 	0x85, 0xff, 0x74, 0x06,
 	0x83, 0xff, 0x01, 0x74, 0x0f,
@@ -42,7 +44,7 @@ var stub = []byte{
 	0x48, 0xb9, 0, 0, 0, 0, 0, 0, 0, 0, 0x48, 0x01, 0x0e, 0xc3,
 }
 
-// Where the offsets lie in the stub, in seconds.
+// Where the offsets lie in the replacement, in seconds.
 const (
 	wallOffset      = 19
 	monotonicOffset = 33
@@ -64,11 +66,11 @@ func clockOf(t *testing.T, pid int) *clock {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if size < uint64(len(stub)) {
+	if size < uint64(len(replacement)) {
 		t.Skipf("this kernel's clock_gettime has %d bytes, too few for another", size)
 	}
 	c.code = int64(function)
-	for deadline := time.Now().Add(comesBack); ; pause(lookEvery) {
+	for deadline := time.Now().Add(comesBack); ; broker.Pause(lookEvery) {
 		if err = c.replace(size); err == nil {
 			return c
 		}
@@ -113,14 +115,14 @@ func (c *clock) find() (address, size uint64, err error) {
 	return 0, 0, errors.New("the process has no clock_gettime in a vDSO")
 }
 
-// replace writes the stub while the process stands still and no thread is in what it replaces.
+// replace writes the replacement while the process stands still and no thread is in what it replaces.
 func (c *clock) replace(size uint64) error {
 	if err := syscall.Kill(c.pid, syscall.SIGSTOP); err != nil {
 		return err
 	}
 	defer func() { _ = syscall.Kill(c.pid, syscall.SIGCONT) }()
 	var inside []string
-	for deadline := time.Now().Add(comesBack); ; pause(time.Millisecond) {
+	for deadline := time.Now().Add(comesBack); ; broker.Pause(time.Millisecond) {
 		still, at, err := threads(c.pid)
 		if err != nil {
 			return err
@@ -140,7 +142,7 @@ func (c *clock) replace(size uint64) error {
 	if len(inside) > 0 {
 		return fmt.Errorf("threads read the clock just now, at %v", inside)
 	}
-	_, err := c.mem.WriteAt(stub, c.code)
+	_, err := c.mem.WriteAt(replacement, c.code)
 	return err
 }
 

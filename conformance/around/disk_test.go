@@ -183,7 +183,7 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 		}
 		ran = append(ran, reply.GetJob().GetId())
 	}
-	pause(2 * time.Second) // the broker tries to write down what has ended
+	broker.Pause(2 * time.Second) // the broker tries to write down what has ended
 	w.wantReads(t, sandbox, finished)
 	if got := w.state(t, sandbox); got != berthv1.SandboxState_SANDBOX_STATE_RUNNING {
 		t.Errorf("the sandbox is %s on a full disk", got)
@@ -201,7 +201,7 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 	for _, job := range ran {
 		w.wantExit(t, job, 9)
 	}
-	pause(2 * time.Second) // their records are written behind
+	broker.Pause(2 * time.Second) // their records are written behind
 	stopped, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: endless})
 	if err != nil || stopped.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
 		t.Errorf("the endless job is %v (%v)", stopped.GetJob().GetOutcome(), err)
@@ -342,7 +342,7 @@ func TestAGuestOnAFullDiskCountsWhatItDrops(t *testing.T) {
 		}
 		return nil
 	})
-	pause(500 * time.Millisecond)
+	broker.Pause(500 * time.Millisecond)
 	d.free(t)
 	done := w.wantExit(t, job, 5)
 	if facts := done.GetStdout(); facts.GetTotalBytes() != wrote || facts.GetDroppedBytes() == 0 {

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -120,7 +121,7 @@ func TestABrokerWithoutDescriptorsRefusesClearlyAndLosesNothing(t *testing.T) {
 	if err != nil || ran.GetJob().GetOutcome().GetExitCode() != 9 {
 		t.Errorf("a command, which needs no descriptor of the broker's, gave %v, %v", ran, err)
 	}
-	pause(4 * time.Second) // the jobs end, and the machines are looked at
+	broker.Pause(4 * time.Second) // the jobs end, and the machines are looked at
 	if got, err := w.impatient.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox}); err != nil ||
 		got.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_RUNNING {
 		t.Errorf("the sandbox is %v (%v)", got.GetSandbox().GetState(), err)
@@ -154,7 +155,7 @@ func TestOutputThatCannotBeWrittenForAWhileIsNotLost(t *testing.T) {
 		}
 		return nil
 	})
-	pause(time.Second)
+	broker.Pause(time.Second)
 	if err := os.Remove(inTheWay); err != nil {
 		t.Fatal(err)
 	}
@@ -212,7 +213,7 @@ func TestTermUnderLoadStopsInTimeAndLosesNothing(t *testing.T) {
 					RequestId: fmt.Sprintf("load-%d-%d", i, try), SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: "exit 5"},
 				})
 				if client.Is(err, berthv1.Reason_REASON_TOO_MANY_JOBS) {
-					pause(lookEvery)
+					broker.Pause(lookEvery)
 					continue
 				}
 				if err != nil {
@@ -222,7 +223,7 @@ func TestTermUnderLoadStopsInTimeAndLosesNothing(t *testing.T) {
 			}
 		})
 	}
-	pause(2 * time.Second)
+	broker.Pause(2 * time.Second)
 	begin := time.Now()
 	w.Stop(t) // it exits with 0
 	if took := time.Since(begin); took > 20*time.Second {
@@ -283,11 +284,11 @@ func TestAFrozenBrokerComesBackToEverything(t *testing.T) {
 		}
 		attached <- err
 	}()
-	pause(time.Second)
+	broker.Pause(time.Second)
 	if err := syscall.Kill(w.Pid(), syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	pause(frozen)
+	broker.Pause(frozen)
 	if err := syscall.Kill(w.Pid(), syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}

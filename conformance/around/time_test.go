@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -32,7 +33,7 @@ func TestAStepOfTheWallClockLosesAndEndsNothing(t *testing.T) {
 			short := w.timed(t, "short", sandbox, "sleep 1000", 6*time.Second)
 			begun := time.Now()
 
-			broker := clockOf(t, w.Pid())
+			daemon := clockOf(t, w.Pid())
 			var clocks []*clock
 			for pid := range w.Processes() {
 				clocks = append(clocks, clockOf(t, pid))
@@ -40,7 +41,7 @@ func TestAStepOfTheWallClockLosesAndEndsNothing(t *testing.T) {
 			if len(clocks) == 0 {
 				t.Fatal("no guest runs")
 			}
-			for _, c := range append(clocks, broker) {
+			for _, c := range append(clocks, daemon) {
 				c.step(t, by, 0)
 			}
 
@@ -77,8 +78,8 @@ func TestAStepOfTheWallClockLosesAndEndsNothing(t *testing.T) {
 			}
 
 			// Nothing is trimmed that is promised to be there.
-			broker.step(t, by, trimSoon)
-			pause(3 * time.Second)
+			daemon.step(t, by, trimSoon)
+			broker.Pause(3 * time.Second)
 			w.wantExit(t, finished, 3)
 			w.wantOutput(t, finished, "whole\n")
 			if again := w.timed(t, "running", sandbox, "echo begun; while [ ! -e go ]; do sleep 0.05; done; exit 5", time.Minute); again != running {
@@ -128,7 +129,7 @@ func TestABrokerThatIsRestartedOftenDropsWhatItKeptLongEnough(t *testing.T) {
 	w.Start(t)
 	// A guest that was not told to forget the job before the kill names it again, and would bring it back.
 	w.run(t, sandbox, "true")
-	pause(2 * time.Second)
+	broker.Pause(2 * time.Second)
 	clockOf(t, w.Pid()).step(t, 2*time.Hour, 2*time.Minute)
 	eventually(t, "the receipt is dropped", func() error {
 		_, err := w.Jobs().PollJob(w.ctx, &berthv1.PollJobRequest{JobId: finished})

@@ -36,16 +36,19 @@ const (
 	destroyIn = 60 * time.Second      // for what a test has left running
 )
 
+// BuildTags are those of the programs, in every build of them: the Makefile's are the same.
+const BuildTags = "grpcnotrace"
+
 // Programs are the paths of the three programs.
 type Programs struct{ Berthd, Berth, Guest string }
 
 // Build builds the programs of this tree into dir, static as in a release.
 func Build(ctx context.Context, dir string) (Programs, error) {
-	root, err := moduleRoot(ctx)
+	root, err := ModuleRoot(ctx)
 	if err != nil {
 		return Programs{}, err
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-tags", "grpcnotrace", "-trimpath", "-o", dir+string(filepath.Separator),
+	cmd := exec.CommandContext(ctx, "go", "build", "-tags", BuildTags, "-trimpath", "-o", dir+string(filepath.Separator),
 		"./daemon/cmd/berthd", "./client/cmd/berth", "./providers/guest/cmd/berth-guest")
 	cmd.Dir = root
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -57,12 +60,17 @@ func Build(ctx context.Context, dir string) (Programs, error) {
 	}, nil
 }
 
-func moduleRoot(ctx context.Context) (string, error) {
+// ModuleRoot is the directory of the module that the working directory lies in. Errors: there is none.
+func ModuleRoot(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOMOD").Output()
 	if err != nil {
 		return "", fmt.Errorf("find the module: %w", err)
 	}
-	return filepath.Dir(strings.TrimSpace(string(out))), nil
+	file := strings.TrimSpace(string(out))
+	if filepath.Base(file) != "go.mod" { // the go command names the null device then
+		return "", errors.New("find the module: no go.mod at or above the working directory")
+	}
+	return filepath.Dir(file), nil
 }
 
 // Broker is one broker with a state of its own.
@@ -154,10 +162,7 @@ func (b *Broker) TryStart(env ...string) error {
 			<-p.exited
 			return fmt.Errorf("berthd exited with %d before it was ready", p.code)
 		}
-		if slices.Contains(b.args, "docker") && b.instance == "" {
-			return b.learnInstance()
-		}
-		return nil
+		return b.learnInstance()
 	case <-timer.C:
 		return fmt.Errorf("berthd is not ready after %s", readyMost)
 	}
@@ -333,8 +338,15 @@ func (b *Broker) ContainerDeaths(since time.Time) (int, error) {
 	return deaths, nil
 }
 
-// learnInstance asks the broker for the id that its machines bear.
+// learnInstance asks the broker, once, for the id that its machines bear, where their containers are found
+// by that.
 func (b *Broker) learnInstance() error {
+	b.mu.Lock()
+	known := b.instance != ""
+	b.mu.Unlock()
+	if known || !slices.Contains(b.args, "docker") {
+		return nil
+	}
 	out, err := b.Berth(context.Background(), "info", "-o", "json")
 	if err != nil {
 		return err
@@ -362,7 +374,7 @@ func (b *Broker) WantNothingLeft(t testing.TB) {
 		if time.Now().After(deadline) {
 			break
 		}
-		sleep(lookEvery)
+		Pause(lookEvery)
 	}
 	t.Errorf("left behind:\n  %s", strings.Join(left, "\n  "))
 }
@@ -421,7 +433,8 @@ func (b *Broker) Berth(ctx context.Context, args ...string) ([]byte, error) {
 	return out, nil
 }
 
-func sleep(d time.Duration) {
+// Pause waits that long, where a suite has nothing to wait for but time.
+func Pause(d time.Duration) {
 	timer := time.NewTimer(d)
 	<-timer.C
 }

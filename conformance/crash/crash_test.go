@@ -4,9 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -86,7 +83,7 @@ func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
 	programs := broker.Programs{Berthd: built.Berthd, Berth: built.Berth, Guest: built.Guest}
 	repo := subject.Repository
 	if !subject.OnDocker() {
-		repo = repository(t)
+		repo = subject.MakeRepository(t)
 	}
 	for _, point := range points {
 		if elsewhere(point) != "" {
@@ -283,7 +280,7 @@ func (s *story) start(sandbox, name, shell string) string {
 
 // resume makes the sandbox run again if its guest died.
 func (s *story) resume(sandbox string) {
-	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); pause(lookEvery) {
+	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); broker.Pause(lookEvery) {
 		got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 		if err != nil {
 			s.t.Errorf("get: %v", err)
@@ -425,29 +422,4 @@ func (s *story) settled(sandbox string) {
 	if err != nil || info.GetOpenOperations() != 0 || info.GetOpenJobs() != 0 || len(info.GetSandboxes()) != 0 {
 		s.t.Errorf("when all is quiet the broker has %v (%v)", info, err)
 	}
-}
-
-func repository(t *testing.T) string {
-	t.Helper()
-	dir := filepath.Join(t.TempDir(), "repo")
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "README"), []byte("hello\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	for _, args := range [][]string{
-		{"init", "-q", "-b", "trunk"}, {"add", "."},
-		{"-c", "user.name=Test", "-c", "user.email=test@example.invalid", "commit", "-q", "-m", "first"},
-	} {
-		if out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput(); err != nil {
-			t.Fatalf("git %v: %v: %s", args, err, out)
-		}
-	}
-	return dir
-}
-
-func pause(d time.Duration) {
-	timer := time.NewTimer(d)
-	<-timer.C
 }

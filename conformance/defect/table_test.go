@@ -1,10 +1,10 @@
 package defect
 
 import (
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/berth-sandbox/berth/conformance/broker"
 )
 
 // The least of defects, of those that the robust suite finds too, and of rooms that have one.
@@ -53,9 +53,9 @@ func TestAnOldTextThatIsNotThereOnceIsRefused(t *testing.T) {
 
 func moduleRoot(t *testing.T) string {
 	t.Helper()
-	out, err := exec.Command("go", "env", "GOMOD").Output()
+	root, err := broker.ModuleRoot(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	return filepath.Dir(strings.TrimSpace(string(out)))
+	return root
 }

@@ -28,6 +28,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/berth-sandbox/berth/conformance/broker"
 )
 
 // ExitCode is what a program exits with at a failpoint: what a shell says of kill -9.
@@ -64,7 +66,7 @@ type Binaries struct {
 // switched on, into outDir, which must exist. It returns all failpoints by name. Errors: git or the
 // go command failed, or a failpoint is malformed.
 func Build(ctx context.Context, outDir string) (Binaries, []Failpoint, error) {
-	root, err := moduleRoot(ctx)
+	root, err := broker.ModuleRoot(ctx)
 	if err != nil {
 		return Binaries{}, nil, err
 	}
@@ -117,7 +119,7 @@ func buildModule(ctx context.Context, root, toolsDir, outDir string, packages ..
 		return nil, err
 	}
 	// -trimpath keeps the copy's path out of the build's cache keys, so that a second build is quick.
-	build := append([]string{"build", "-tags", "grpcnotrace", "-trimpath", "-mod=mod", "-ldflags=-s -w", "-o", outDir + string(filepath.Separator)}, packages...)
+	build := append([]string{"build", "-tags", broker.BuildTags, "-trimpath", "-mod=mod", "-ldflags=-s -w", "-o", outDir + string(filepath.Separator)}, packages...)
 	return points, run(ctx, module, "go", build...)
 }
 
@@ -298,14 +300,6 @@ func each(points []Failpoint, of func(Failpoint) string) []string {
 	}
 	slices.Sort(all)
 	return slices.Compact(all)
-}
-
-func moduleRoot(ctx context.Context) (string, error) {
-	path, err := output(ctx, ".", "go", "env", "GOMOD")
-	if err != nil {
-		return "", err
-	}
-	return filepath.Dir(strings.TrimSpace(path)), nil
 }
 
 func run(ctx context.Context, dir, program string, args ...string) error {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/need"
 )
 
@@ -191,7 +192,7 @@ func git(t *testing.T, dir string, args ...string) string {
 
 func toolsDir(t *testing.T) string {
 	t.Helper()
-	root, err := moduleRoot(context.Background())
+	root, err := broker.ModuleRoot(context.Background())
 	if err != nil {
 		t.Fatal(err)
 	}

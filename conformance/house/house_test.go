@@ -5,6 +5,7 @@
 package house
 
 import (
+	"context"
 	"errors"
 	"go/ast"
 	"go/parser"
@@ -19,6 +20,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/berth-sandbox/berth/conformance/broker"
 )
 
 // module is the product's module path.
@@ -88,7 +91,7 @@ func house(t *testing.T) tree {
 var readOnce = sync.OnceValues(readTree)
 
 func readTree() (tree, error) {
-	root, err := moduleRoot()
+	root, err := broker.ModuleRoot(context.Background())
 	if err != nil {
 		return tree{}, err
 	}
@@ -143,22 +146,4 @@ func tellTestCache(root string, files []string) error {
 		}
 	}
 	return nil
-}
-
-// moduleRoot returns the directory of go.mod, at or above the working directory.
-func moduleRoot() (string, error) {
-	dir, err := os.Getwd()
-	if err != nil {
-		return "", err
-	}
-	for {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir, nil
-		}
-		if parent := filepath.Dir(dir); parent != dir {
-			dir = parent
-			continue
-		}
-		return "", errors.New("no go.mod at or above the working directory")
-	}
 }

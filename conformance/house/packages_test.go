@@ -14,6 +14,7 @@ import (
 	"testing"
 	"unicode"
 
+	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/failpoint"
 )
 
@@ -206,6 +207,19 @@ var libraries = map[string]string{
 	"google.golang.org/genproto/googleapis/rpc": "the standard error details",
 	"google.golang.org/grpc":                    "the API",
 	"google.golang.org/protobuf":                "the API's messages and the ledger's values",
+}
+
+// makefileTags is what the Makefile builds the programs with.
+var makefileTags = regexp.MustCompile(`(?m)^BUILD_TAGS := (.*)$`)
+
+func TestProgramsThatAreTestedAreBuiltWithTheTagsOfTheMakefile(t *testing.T) {
+	makefile, err := os.ReadFile(filepath.Join(house(t).root, "Makefile"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if tags := makefileTags.FindStringSubmatch(string(makefile)); tags == nil || tags[1] != broker.BuildTags {
+		t.Errorf("the Makefile has %q, and conformance/broker has %q", tags, broker.BuildTags)
+	}
 }
 
 func TestEveryLibraryHasAReason(t *testing.T) {

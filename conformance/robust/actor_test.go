@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -175,7 +176,7 @@ func (a *actor) insist(ctx context.Context, random *rand.Rand, e Event, call fun
 		if err == nil || !comeBack[client.Reason(err)] || time.Since(begun) > insistMost || ctx.Err() != nil {
 			return err
 		}
-		pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
+		broker.Pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
 	}
 }
 

@@ -122,7 +122,9 @@ func (c *checker) gatherCall(e *Event) {
 	if e.Op == "StopJob" || e.Op == "SignalJob" {
 		if view := c.jobs[e.ID]; view != nil {
 			view.stopped = view.stopped || e.Op == "StopJob"
-			view.signals = append(view.signals, uint32(e.Count))
+			if e.Op == "SignalJob" {
+				view.signals = append(view.signals, uint32(e.Count))
+			}
 		}
 	}
 }

@@ -114,6 +114,9 @@ func TestEveryBrokenPromiseIsFound(t *testing.T) {
 			ended("STOPPED", "stop_requested")(h)
 			h[destroyed].Op, h[got].State = "GetSandbox", "DESTROYED"
 		}, nil, "nobody asked for that"},
+		{"an end of what runs for ever until it is signalled", func(h []Event) { h[started].Plan.Work = WorkEndless }, []Event{
+			{Kind: KindCall, Begin: 46, End: 47, Op: "StopJob", Result: ResultOK, ID: "job_1"},
+		}, "does not end by itself"},
 		{"a signal that nobody sent", ended("SIGNALED", ""), nil, "nobody sent signal"},
 		{"a timeout that nobody set", ended("TIMED_OUT", ""), nil, "no timeout"},
 		{"a start that fails for no reason", ended("FAILED_TO_START", "not_found"), nil, "can be started"},

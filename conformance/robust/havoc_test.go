@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/subject"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
@@ -35,9 +36,9 @@ func (s *suite) havoc(ctx context.Context, kills int) {
 		if random.IntN(2) == 0 {
 			life = shortestLife + random.IntN(longestLife/10)
 		}
-		pause(time.Duration(life) * time.Millisecond / 2)
+		broker.Pause(time.Duration(life) * time.Millisecond / 2)
 		s.harm(ctx, random)
-		pause(time.Duration(life) * time.Millisecond / 2)
+		broker.Pause(time.Duration(life) * time.Millisecond / 2)
 		left -= s.kill(random, left)
 	}
 }
@@ -67,7 +68,7 @@ func (s *suite) kill(random *rand.Rand, most int) (kills int) {
 	e := Event{Kind: KindKill, Begin: s.history.Now()}
 	if random.IntN(5) == 0 {
 		_ = syscall.Kill(s.broker.Pid(), syscall.SIGSTOP)
-		pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+		broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 		e.Op = "while stopped"
 	}
 	s.broker.Kill(s.t)
@@ -76,7 +77,7 @@ func (s *suite) kill(random *rand.Rand, most int) (kills int) {
 		s.killStarting(time.Duration(random.IntN(60)) * time.Millisecond)
 		kills, e.Op = 2, "and while starting"
 	}
-	pause(time.Duration(random.IntN(100)) * time.Millisecond)
+	broker.Pause(time.Duration(random.IntN(100)) * time.Millisecond)
 	if err := s.broker.TryStart(); err != nil {
 		s.problem("start", "the broker does not start after a kill: %v", err)
 		s.t.Errorf("the broker does not start after a kill: %v\n%s", err, s.broker.Log())
@@ -94,9 +95,9 @@ func (s *suite) killStarting(after time.Duration) {
 		_ = s.broker.TryStart() // ready or not, it is dead then
 	}()
 	for s.broker.Pid() == old {
-		pause(time.Millisecond)
+		broker.Pause(time.Millisecond)
 	}
-	pause(after)
+	broker.Pause(after)
 	s.broker.Kill(s.t)
 	<-started
 }
@@ -105,7 +106,7 @@ func (s *suite) killStarting(after time.Duration) {
 func (s *suite) hold(random *rand.Rand) {
 	e := Event{Kind: KindPause, Begin: s.history.Now()}
 	_ = syscall.Kill(s.broker.Pid(), syscall.SIGSTOP)
-	pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+	broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 	_ = syscall.Kill(s.broker.Pid(), syscall.SIGCONT)
 	s.history.Add(e)
 }
@@ -172,7 +173,7 @@ func (s *suite) mute(random *rand.Rand) {
 	if err := s.world.Mute(machine); err != nil {
 		e.Error = err.Error()
 	}
-	pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+	broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 	if err := s.world.Wake(machine); err != nil {
 		e.Error = err.Error()
 	}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -196,7 +197,7 @@ func (r *slowReader) Read(into []byte) (int, error) {
 	if len(r.rest) == 0 {
 		return 0, io.EOF
 	}
-	pause(20 * time.Millisecond)
+	broker.Pause(20 * time.Millisecond)
 	n := copy(into[:min(len(into), 8<<10)], r.rest)
 	r.rest = r.rest[n:]
 	return n, nil

@@ -5,12 +5,10 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"testing"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -93,19 +91,4 @@ func (s *suite) footprint() *footprint {
 		s.t.Fatalf("read the broker's memory: %v", err)
 	}
 	return &footprint{len(descriptors), kib << 10}
-}
-
-// repository makes a git repository with one file.
-func repository(t *testing.T) string {
-	t.Helper()
-	dir := filepath.Join(t.TempDir(), "repo")
-	for _, args := range [][]string{
-		{"init", "-q", "-b", "trunk", dir},
-		{"-C", dir, "-c", "user.name=Test", "-c", "user.email=test@example.invalid", "commit", "-q", "--allow-empty", "-m", "first"},
-	} {
-		if out, err := exec.Command("git", args...).CombinedOutput(); err != nil {
-			t.Fatalf("git %v: %v: %s", args, err, out)
-		}
-	}
-	return dir
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/subject"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -82,7 +83,7 @@ func (s *suite) until(ctx context.Context, what string, most time.Duration, done
 			s.problem("rest", "%s has not come to its end after %s: %s", what, most, have)
 			return
 		}
-		pause(lookEvery)
+		broker.Pause(lookEvery)
 	}
 }
 

@@ -137,7 +137,7 @@ func newSuite(t *testing.T, seed uint64) *suite {
 	s.repo = subject.Repository
 	s.broker = broker.New(t, programs, flags...)
 	if !subject.OnDocker() {
-		s.repo = repository(t)
+		s.repo = subject.MakeRepository(t)
 		s.counter = filepath.Join(s.broker.Dir, "starts")
 	}
 	if subject.Name() == "fake" {
@@ -209,7 +209,7 @@ func (s *suite) traffic(ctx context.Context, meanwhile func()) {
 func (s *suite) calm(ctx context.Context) {
 	s.episodes++
 	before := s.footprint()
-	s.traffic(ctx, func() { pause(calmFor) })
+	s.traffic(ctx, func() { broker.Pause(calmFor) })
 	s.rest(ctx)
 	after := s.footprint()
 	s.t.Logf("the broker at its first rest: %v; in its last life: %v, and after %s of traffic %v", s.first, before, calmFor, after)
@@ -294,9 +294,4 @@ func summary(events []Event, report Report) string {
 	line("checks", report.Checks)
 	fmt.Fprintf(&text, "\n  problems         %d", len(report.Problems))
 	return text.String()
-}
-
-func pause(d time.Duration) {
-	timer := time.NewTimer(d)
-	<-timer.C
 }

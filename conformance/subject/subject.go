@@ -7,6 +7,8 @@ package subject
 
 import (
 	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -59,4 +61,26 @@ func Flags(t testing.TB) []string {
 		t.Fatalf("%s is %q, want local, local-plain, fake, docker or docker-bridge", providerVariable, Name())
 		return nil
 	}
+}
+
+// MakeRepository makes a git repository on this host, for as long as the test runs: a README that says
+// hello, committed on its branch trunk.
+func MakeRepository(t testing.TB) (dir string) {
+	t.Helper()
+	dir = filepath.Join(t.TempDir(), "repo")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "README"), []byte("hello\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range [][]string{
+		{"init", "-q", "-b", "trunk"}, {"add", "."},
+		{"-c", "user.name=Test", "-c", "user.email=test@example.invalid", "commit", "-q", "-m", "first"},
+	} {
+		if out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput(); err != nil {
+			t.Fatalf("git %v: %v: %s", args, err, out)
+		}
+	}
+	return dir
 }

@@ -27,8 +27,25 @@ func (a *admin) Fsck(ctx context.Context, request *berthv1.FsckRequest) (*berthv
 	for _, finding := range listed {
 		response.Findings = append(response.Findings, showFinding(finding))
 	}
+	countFindings(response, report.Findings)
 	return response, nil
 }
+
+// countFindings counts all findings, also those that an answer leaves out.
+func countFindings(response *berthv1.FsckResponse, findings []reconcile.Finding) {
+	for _, finding := range findings {
+		switch {
+		case finding.Repaired:
+			response.Repaired++
+			continue
+		case isRepairable(finding):
+			response.Repairable++
+		}
+		response.Remaining++
+	}
+}
+
+func isRepairable(finding reconcile.Finding) bool { return finding.WhyNot == "" && !finding.Repaired }
 
 // mostUrgent returns as many findings as an answer holds, those that remain first where there are more,
 // and how many it left out.
@@ -52,7 +69,7 @@ func mostUrgent(findings []reconcile.Finding) (listed []reconcile.Finding, leftO
 func showFinding(finding reconcile.Finding) *berthv1.FsckFinding {
 	shown := &berthv1.FsckFinding{
 		Kind: finding.Kind, Subject: cut(finding.Subject), Provider: finding.Provider, Message: cut(finding.Message), Action: finding.Action,
-		Repaired: finding.Repaired, Repairable: finding.WhyNot == "" && !finding.Repaired, WhyNot: cut(finding.WhyNot),
+		Repaired: finding.Repaired, Repairable: isRepairable(finding), WhyNot: cut(finding.WhyNot),
 	}
 	if finding.Age > 0 {
 		shown.Age = durationpb.New(finding.Age)

@@ -28,6 +28,11 @@ func TestAFindingIsRepairableWhenNothingIsInTheWay(t *testing.T) {
 		if (shown.Age != nil) != (test.finding.Age != 0) {
 			t.Errorf("%s: its age is %v", test.name, shown.GetAge())
 		}
+		counted := &berthv1.FsckResponse{}
+		countFindings(counted, []reconcile.Finding{test.finding})
+		if (counted.GetRepairable() == 1) != test.want || (counted.GetRepaired() == 1) != test.finding.Repaired || counted.GetRepaired()+counted.GetRemaining() != 1 {
+			t.Errorf("%s: it is counted as %v", test.name, counted)
+		}
 	}
 }
 
@@ -46,6 +51,10 @@ func TestAnAnswerHoldsWhatRemainsFirstAndIsNeverTooLarge(t *testing.T) {
 		t.Fatalf("%d are listed, %d are left out", len(listed), leftOut)
 	}
 	response := &berthv1.FsckResponse{}
+	countFindings(response, findings)
+	if response.GetRemaining() != mostFindings/2 || response.GetRepaired() != mostFindings*3/2 || response.GetRepairable() != 0 {
+		t.Errorf("of all, %d remain, %d of them repairable, and %d were mended", response.GetRemaining(), response.GetRepairable(), response.GetRepaired())
+	}
 	remain := 0
 	for _, finding := range listed {
 		if !finding.Repaired {

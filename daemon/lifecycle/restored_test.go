@@ -24,6 +24,34 @@ func TestAResumeOfAMachineThatIsGoneMakesNoOther(t *testing.T) {
 	}
 }
 
+func TestAResumeOfAMachineThatIsHalfDestroyedMakesNoOther(t *testing.T) {
+	t.Parallel()
+	for name, state := range map[string]berthv1.SandboxState{
+		"it was stopped": stopped, "it was suspended": berthv1.SandboxState_SANDBOX_STATE_SUSPENDED,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			sandbox := w.created()
+			if state == stopped {
+				must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+				must(t, w.MarkStopped(w.ctx, sandbox.GetMachineId()))
+			} else if _, err := w.Suspend(w.ctx, call("suspend", ""), sandbox.GetId()); err != nil {
+				t.Fatal(err)
+			}
+			must(t, w.halfDestroy(w.ctx))
+			if _, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId()); !fault.Is(err, fault.MachineGone) {
+				t.Errorf("the error is %v, want %s", err, fault.MachineGone)
+			}
+			w.wantState(stopped) // reconcile finds out
+			w.wantBoots(1)
+			_, err := w.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
+			must(t, err)
+			w.wantNothing()
+		})
+	}
+}
+
 // restored begins the service again as on a backup.
 func (w *world) restored() {
 	w.t.Helper()

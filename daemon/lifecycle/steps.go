@@ -97,13 +97,15 @@ func (s *Service) boot(ctx context.Context, operation *recordv1.OperationRecord)
 
 // stillThere refuses to boot a machine that was made before and is gone: its provider would make another
 // one with an empty disk. That concerns a resume, and a create that was open in a backup, since its
-// sandbox may have been destroyed after that.
+// sandbox may have been destroyed after that. Such a create may have been killed while its machine was
+// made, so a part of one is none of these; a part of what is to be resumed is all that is left of it.
 func (s *Service) stillThere(ctx context.Context, operation *recordv1.OperationRecord, machine *recordv1.MachineRecord) error {
 	if operation.GetKind() == recordv1.OperationKind_OPERATION_KIND_CREATE && !operation.GetRestored() {
 		return nil
 	}
-	_, err := s.inspect(ctx, machine)
-	if errors.Is(err, providers.ErrNotFound) {
+	found, err := s.inspect(ctx, machine)
+	resume := operation.GetKind() == recordv1.OperationKind_OPERATION_KIND_RESUME // of a machine that was whole once
+	if errors.Is(err, providers.ErrNotFound) || resume && isGone(found, err) {
 		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.GetId())
 	}
 	if err != nil {

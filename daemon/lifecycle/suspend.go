@@ -171,7 +171,7 @@ func (s *Service) thaw(ctx context.Context, operation *recordv1.OperationRecord)
 	}
 	found, err := s.inspect(ctx, machine)
 	switch {
-	case errors.Is(err, providers.ErrNotFound):
+	case isGone(found, err):
 		return fault.New(fault.MachineGone, "machine %s is gone: destroy the sandbox and create another", machine.GetId())
 	case err != nil:
 		return fmt.Errorf("look at machine %s: %w", machine.GetId(), err)

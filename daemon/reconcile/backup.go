@@ -18,26 +18,32 @@ const pieceBytes = 256 << 10
 
 // Piece is a part of a backup. The last one has no data and the checksum of all.
 type Piece struct {
-	Data   []byte // good until the next piece
+	Data   []byte // the receiver's to keep
 	Total  uint64 // bytes in all
 	SHA256 []byte // in the last piece only
 }
 
 // Backup makes a consistent copy of the ledger and gives it out in pieces. The copy is whole before the
-// first piece is given out, so that a slow reader holds up nobody but who wants the next copy. Errors:
-// STORE_FULL when there is no room for the copy.
-func (s *Service) Backup(ctx context.Context, compact bool, give func(Piece) error) error {
-	return s.withScratch(ctx, func(path string) error {
+// first piece is given out, and has no name any more, so that a slow reader holds up nobody: only its room
+// on the disk is taken until it has read the end. Errors: STORE_FULL when there is no room for the copy.
+func (s *Service) Backup(ctx context.Context, compact bool, give func(Piece) error) (err error) {
+	var file *os.File
+	err = s.withScratch(ctx, func(path string) error {
 		if err := s.opts.Store.BackupTo(ctx, path, compact); err != nil {
 			return err
 		}
-		file, err := os.Open(filepath.Clean(path))
-		if err != nil {
+		if file, err = os.Open(filepath.Clean(path)); err != nil {
 			return fmt.Errorf("read the backup: %w", err)
 		}
-		defer func() { _ = file.Close() }()
-		return giveOut(file, give)
+		return nil
 	})
+	if file != nil {
+		defer func() { _ = file.Close() }()
+	}
+	if err != nil {
+		return err
+	}
+	return giveOut(file, give)
 }
 
 func giveOut(file *os.File, give func(Piece) error) error {
@@ -45,8 +51,9 @@ func giveOut(file *os.File, give func(Piece) error) error {
 	if err != nil {
 		return fmt.Errorf("read the backup: %w", err)
 	}
-	total, sum, buffer := uint64(max(info.Size(), 0)), sha256.New(), make([]byte, pieceBytes)
+	total, sum := uint64(max(info.Size(), 0)), sha256.New()
 	for {
+		buffer := make([]byte, pieceBytes) // a new one: gRPC may read a message after Send has returned
 		n, err := io.ReadFull(file, buffer)
 		if n > 0 {
 			_, _ = sum.Write(buffer[:n]) // a hash takes everything

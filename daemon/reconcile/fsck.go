@@ -3,7 +3,6 @@ package reconcile
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -28,7 +27,7 @@ const (
 // Finding is one thing that is not as it should be, and what repairing does about it.
 type Finding struct {
 	Kind     string        // one of those that docs/operations.md lists
-	Subject  string        // an id, or a path
+	Subject  string        // as FsckFinding.subject says
 	Provider string        // empty where none is concerned
 	Message  string        // what is wrong
 	Action   string        // what repairing does
@@ -45,10 +44,11 @@ type Report struct {
 
 // check is one run of Fsck.
 type check struct {
-	*Service
-	repair bool
+	service *Service
+	opts    Options // the service's
+	repair  bool
 
-	mu       sync.Mutex
+	mu       sync.Mutex // of report's findings
 	report   Report
 	machines map[string]bool // machines that were looked at, those without a record too
 	unlisted map[string]bool // providers that did not say what they have
@@ -60,7 +60,7 @@ type check struct {
 // any transaction. Errors: STORE_FULL where there is no room for the copy that it checks; what a damaged
 // ledger says.
 func (s *Service) Fsck(ctx context.Context, repair bool) (*Report, error) {
-	c := &check{Service: s, repair: repair, machines: map[string]bool{}, unlisted: map[string]bool{}}
+	c := &check{service: s, opts: s.opts, repair: repair, machines: map[string]bool{}, unlisted: map[string]bool{}}
 	if err := c.ledger(ctx); err != nil {
 		return nil, err
 	}
@@ -115,7 +115,7 @@ func (c *check) mend(finding Finding, repair func() error) {
 // ledger checks a copy of the ledger's file, and has the indexes say what the records say.
 func (c *check) ledger(ctx context.Context) error {
 	var findings []store.Finding
-	err := c.withScratch(ctx, func(path string) (err error) {
+	err := c.service.withScratch(ctx, func(path string) (err error) {
 		findings, err = c.opts.Store.Check(ctx, path)
 		return err
 	})
@@ -168,16 +168,16 @@ func (c *check) stuck(operation *recordv1.OperationRecord, sandbox *recordv1.San
 	if operation.GetLastError() != "" {
 		finding.Message += ": " + operation.GetLastError()
 	}
-	remove := "or destroy the sandbox: `berth rm " + operation.GetSandboxId() + "`"
+	remove := "destroy the sandbox: `berth rm " + operation.GetSandboxId() + "`"
 	switch {
 	case sandbox.GetOperationId() != operation.GetId():
 		finding.Kind = "operation_astray"
 		finding.Message = fmt.Sprintf("%s of sandbox %s is open, and the sandbox does not name it", lifecycle.OperationName(operation), operation.GetSandboxId())
-		finding.WhyNot = "nobody can tell what it was to do: " + remove[3:]
+		finding.WhyNot = "nobody can tell what it was to do: " + remove
 	case !lifecycle.KnowsStep(operation):
-		finding.WhyNot = "this build does not know the step: start one that does, " + remove
+		finding.WhyNot = "this build does not know the step: start one that does, or " + remove
 	case operation.GetLastError() != "" && age >= operationPatience, age >= operationLong:
-		finding.WhyNot = "the broker tries it again by itself: mend what it says, " + remove
+		finding.WhyNot = "the broker tries it again by itself: mend what it says, or " + remove
 	default:
 		return finding, false
 	}
@@ -190,15 +190,23 @@ func (c *check) sandboxes(ctx context.Context) error {
 	err := c.opts.Store.View(func(tx *store.Tx) error {
 		live, err := tx.LiveSandboxes()
 		c.report.Sandboxes = len(live)
+		if err != nil {
+			return err
+		}
 		for _, sandbox := range live {
-			operation, operationErr := tx.Operation(sandbox.GetOperationId())
-			err = errors.Join(err, operationErr)
+			operation, err := tx.Operation(sandbox.GetOperationId())
+			if err != nil {
+				return err // whether there is one is not known
+			}
 			if operation == nil && isTransitional(sandbox.GetState()) {
 				adrift = append(adrift, sandbox)
 			}
 		}
-		return err
+		return nil
 	})
+	if err != nil {
+		return err
+	}
 	for _, sandbox := range adrift {
 		finding := Finding{
 			Kind: "sandbox_adrift", Subject: sandbox.GetId(), Provider: sandbox.GetSpec().GetProvider(),
@@ -215,7 +223,7 @@ func (c *check) sandboxes(ctx context.Context) error {
 			return err
 		})
 	}
-	return err
+	return nil
 }
 
 func isTransitional(state berthv1.SandboxState) bool {

@@ -46,7 +46,7 @@ func (c *check) atProviders(ctx context.Context) error {
 
 // atProvider compares what a provider says of one machine with its record.
 func (c *check) atProvider(ctx context.Context, named lifecycle.Named, machine providers.Machine) error {
-	recorded, err := c.recorded(machine.ID)
+	recorded, err := c.service.recorded(machine.ID)
 	if err != nil {
 		return err
 	}
@@ -93,7 +93,7 @@ func (c *check) recordOf(machineID string) (machine *recordv1.MachineRecord, san
 
 // orphaned is a machine that no record names.
 func (c *check) orphaned(ctx context.Context, named lifecycle.Named, machine providers.Machine) {
-	since, ripe := c.orphan(machine.ID)
+	since, ripe := c.service.orphan(machine.ID)
 	known := c.opts.Now().Sub(since)
 	finding := Finding{
 		Kind: "orphan_machine", Subject: machine.ID, Provider: named.Name, Age: known,
@@ -104,7 +104,7 @@ func (c *check) orphaned(ctx context.Context, named lifecycle.Named, machine pro
 		finding.WhyNot = fmt.Sprintf("it is known for %s, and destroyed when that is %s: in %s by the broker itself, or by another repair",
 			known.Round(time.Second), orphanGrace, (orphanGrace - known).Round(time.Second))
 	}
-	c.mend(finding, func() error { return c.destroyOrphan(ctx, named, machine) })
+	c.mend(finding, func() error { return c.service.destroyOrphan(ctx, named, machine) })
 }
 
 func madeAgo(now, created time.Time) string {
@@ -199,13 +199,13 @@ func (c *check) lookInto(ctx context.Context, k kept) {
 		return
 	}
 	limited, cancel := context.WithTimeout(ctx, lookTimeout)
-	defer cancel()
-	verdict, _ := c.sight(limited, id)
+	verdict, _ := c.service.sight(limited, id)
+	cancel()
 	finding, wrong := c.became(k, verdict)
 	if !wrong {
 		return
 	}
-	c.mend(finding, func() error { return c.lookAgain(limited, id, verdict) })
+	c.mend(finding, func() error { return c.lookAgain(ctx, id, verdict) })
 }
 
 // became says what is wrong with a machine that was seen in this way.
@@ -233,9 +233,9 @@ func (c *check) became(k kept, verdict lifecycle.Verdict) (Finding, bool) {
 
 // seenFor is how long a machine has been found as it is.
 func (c *check) seenFor(machineID string) time.Duration {
-	c.Service.mu.Lock()
-	defer c.Service.mu.Unlock()
-	if sighting, known := c.seen[machineID]; known {
+	c.service.mu.Lock()
+	defer c.service.mu.Unlock()
+	if sighting, known := c.service.seen[machineID]; known {
 		return max(c.opts.Now().Sub(sighting.since), 0)
 	}
 	return 0
@@ -251,11 +251,13 @@ func (c *check) lookAgain(ctx context.Context, machineID string, verdict lifecyc
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	again, twice := c.sight(ctx, machineID)
+	limited, cancel := context.WithTimeout(ctx, lookTimeout) // the first look may have taken all of its own
+	defer cancel()
+	again, twice := c.service.sight(limited, machineID)
 	if again != verdict || !twice {
 		return errors.New("a second look found something else: check again")
 	}
-	if err := c.writeDown(ctx, machineID, verdict); err != nil {
+	if err := c.service.writeDown(limited, machineID, verdict); err != nil {
 		return err
 	}
 	machine, sandbox, err := c.recordOf(machineID)
@@ -287,7 +289,7 @@ func (c *check) sockets(context.Context) error {
 		if err != nil || !strings.HasPrefix(entry.Name(), "m_") || c.machines[entry.Name()] {
 			continue // gone meanwhile, not ours, or a machine's
 		}
-		recorded, err := c.recorded(entry.Name())
+		recorded, err := c.service.recorded(entry.Name())
 		if err != nil {
 			return err
 		}

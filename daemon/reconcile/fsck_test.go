@@ -1,7 +1,9 @@
 package reconcile
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"os"
@@ -174,6 +176,18 @@ func TestARepairThatSeesSomethingElseTheSecondTimeDoesNothing(t *testing.T) {
 		t.Errorf("%+v", finding)
 	}
 	w.wantState(sandbox, stopped, "after two looks that agree")
+}
+
+func TestASecondLookHasTheTimeOfALookHoweverLongTheFirstTook(t *testing.T) {
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	w.silent(sandbox)
+	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: fake.Late, Times: 1, DelayMillis: (lookTimeout - lookEvery/2).Milliseconds()}))
+	if finding := w.wantFindings(w.fsck(true), "machine_stopped "+sandbox.GetMachineId())[0]; !finding.Repaired {
+		t.Errorf("%+v", finding)
+	}
+	w.wantState(sandbox, stopped, "after the repair")
 }
 
 func TestOperationsThatDoNotComeOnAreFound(t *testing.T) {
@@ -400,6 +414,40 @@ func TestBrokenIndexesAreMendedAndTheRestIsCheckedAfterwards(t *testing.T) {
 	w.wantFindings(w.fsck(false))
 }
 
+func TestNothingIsMendedWhereAnOperationCannotBeRead(t *testing.T) {
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	w.update(func(tx *store.Tx) error {
+		sandbox.State, sandbox.OperationId = berthv1.SandboxState_SANDBOX_STATE_DESTROYING, "op_spoilt"
+		return tx.PutSandbox(sandbox, "", "")
+	})
+	w.stop()
+	must(t, w.ledger.Close())
+	db, err := bolt.Open(w.ledger.Path(), 0o600, nil)
+	must(t, err)
+	must(t, db.Update(func(tx *bolt.Tx) error {
+		return tx.Bucket([]byte("v1")).Bucket([]byte("operations")).Put([]byte("op_spoilt"), []byte("no record"))
+	}))
+	must(t, db.Close())
+	w.ledger, err = store.Open(w.ledger.Path(), store.Options{})
+	must(t, err)
+	w.start()
+	c := &check{service: w.Service, opts: w.opts, repair: true}
+	if err := c.sandboxes(w.ctx); !fault.Is(err, fault.StoreFailed) {
+		t.Errorf("the error is %v, want %s", err, fault.StoreFailed)
+	}
+	if len(c.report.Findings) > 0 {
+		t.Errorf("found %+v", c.report.Findings)
+	}
+	must(t, w.ledger.View(func(tx *store.Tx) error {
+		now, err := tx.Sandbox(sandbox.GetId())
+		if now.GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYING {
+			t.Errorf("after the check the sandbox is %s", now.GetState())
+		}
+		return err
+	}))
+}
+
 func TestABackupComesInPiecesWithItsChecksumAndLeavesNothing(t *testing.T) {
 	w := newWorld(t)
 	w.sandbox()
@@ -423,6 +471,48 @@ func TestABackupComesInPiecesWithItsChecksumAndLeavesNothing(t *testing.T) {
 	w.opts.Scratch = filepath.Join(w.dir, "ledger.db", "scratch") // where no directory can be
 	if err := w.Backup(w.ctx, false, func(Piece) error { return nil }); err == nil || fault.Is(err, fault.StoreFull) {
 		t.Errorf("without a directory: %v", err)
+	}
+}
+
+func TestABackupThatIsReadSlowlyHoldsUpNobody(t *testing.T) {
+	w := newWorld(t)
+	w.update(func(tx *store.Tx) error {
+		return tx.PutSandbox(&recordv1.SandboxRecord{
+			Id: lifecycle.NewID("sb"), Namespace: namespace, State: berthv1.SandboxState_SANDBOX_STATE_FAILED, SealedEnv: make([]byte, 4*pieceBytes),
+		}, "", "")
+	})
+	reading, goOn, done := make(chan struct{}), make(chan struct{}), make(chan error)
+	var pieces [][]byte // as they came: none may be changed by the next
+	var last Piece
+	go func() {
+		first := true
+		done <- w.Backup(w.ctx, false, func(piece Piece) error {
+			if first {
+				first = false
+				close(reading)
+				<-goOn
+			}
+			pieces, last = append(pieces, piece.Data), piece
+			return nil
+		})
+	}()
+	<-reading
+	brief, cancel := context.WithTimeout(w.ctx, soon)
+	defer cancel()
+	if err := w.Backup(brief, true, func(Piece) error { return nil }); err != nil {
+		t.Errorf("another backup meanwhile: %v", err)
+	}
+	if _, err := w.Fsck(brief, false); err != nil {
+		t.Errorf("a check meanwhile: %v", err)
+	}
+	if _, err := os.Stat(w.opts.Scratch); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the copy still has a name (%v)", err)
+	}
+	close(goOn)
+	must(t, <-done)
+	whole := slices.Concat(pieces...)
+	if sum := sha256.Sum256(whole); !bytes.Equal(sum[:], last.SHA256) || uint64(len(whole)) != last.Total || len(pieces) < 5 {
+		t.Errorf("%d bytes in %d pieces with the sum %x, want %d with %x", len(whole), len(pieces), sum, last.Total, last.SHA256)
 	}
 }
 

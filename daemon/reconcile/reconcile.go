@@ -52,7 +52,7 @@ type Options struct {
 	// the oldest go first.
 	ReceiptsMost int
 	OutputMost   uint64
-	Scratch      string // a directory for copies of the ledger, with room for two; it is there only while one is
+	Scratch      string // a directory for copies of the ledger, with room for two; it is there only while one is made or checked
 }
 
 // Service looks after machines.
@@ -60,6 +60,7 @@ type Service struct {
 	opts    Options
 	kicked  chan struct{}
 	copying chan struct{} // held by who uses the scratch directory
+	trims   time.Duration // between two trims
 
 	mu      sync.Mutex
 	seen    map[string]sighting // silent machines, by id, as last found
@@ -75,7 +76,7 @@ type sighting struct {
 // New makes a service; Start and Run set it to work.
 func New(opts Options) *Service {
 	return &Service{
-		opts: opts, kicked: make(chan struct{}, 1), copying: make(chan struct{}, 1),
+		opts: opts, kicked: make(chan struct{}, 1), copying: make(chan struct{}, 1), trims: trimEvery,
 		seen: map[string]sighting{}, orphans: map[string]sighting{},
 	}
 }
@@ -98,12 +99,14 @@ func (s *Service) Start() error {
 	return s.opts.Sandboxes.ResumeOperations()
 }
 
-// Run looks after machines until the context ends.
+// Run looks after machines, and beside that trims, until the context ends.
 func (s *Service) Run(ctx context.Context) {
-	look, sweep, trim := time.NewTicker(lookEvery), time.NewTicker(sweepEvery), time.NewTicker(trimEvery)
+	var trimming sync.WaitGroup
+	defer trimming.Wait()
+	trimming.Go(func() { s.runTrim(ctx) })
+	look, sweep := time.NewTicker(lookEvery), time.NewTicker(sweepEvery)
 	defer look.Stop()
 	defer sweep.Stop()
-	defer trim.Stop()
 	s.sweep(ctx)
 	for {
 		select {
@@ -116,8 +119,6 @@ func (s *Service) Run(ctx context.Context) {
 		case <-sweep.C:
 			s.sweep(ctx)
 			s.lookAtRest(ctx)
-		case <-trim.C:
-			s.trim(ctx)
 		}
 	}
 }

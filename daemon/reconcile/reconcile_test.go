@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -469,4 +470,33 @@ func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
 	})
 	cancel()
 	<-done
+}
+
+func TestATrimThatTakesLongHoldsUpNoLook(t *testing.T) {
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	w.silent(sandbox)
+	written, held := make(chan error, 1), make(chan struct{})
+	letGo := sync.OnceFunc(func() { close(held) })
+	go func() {
+		written <- w.ledger.Update(w.ctx, func(*store.Tx) error { // a trim waits behind it
+			<-held
+			return nil
+		})
+	}()
+	w.trims = 10 * time.Millisecond // before the first look
+	ctx, cancel := context.WithCancel(w.ctx)
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel()
+	defer letGo() // before the others: the world's end waits for the ledger
+	running.Go(func() { w.Run(ctx) })
+	w.wait("a look while a trim is at work", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.seen[sandbox.GetMachineId()].verdict == lifecycle.Stopped
+	})
+	letGo()
+	must(t, <-written)
 }

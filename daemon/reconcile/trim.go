@@ -8,6 +8,21 @@ import (
 	"github.com/berth-sandbox/berth/daemon/store"
 )
 
+// runTrim trims until the context ends. It has a goroutine of its own: there may be much to drop, and no
+// machine is to wait for that.
+func (s *Service) runTrim(ctx context.Context) {
+	ticker := time.NewTicker(s.trims)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+			s.trim(ctx)
+		}
+	}
+}
+
 // trim drops what was kept long enough, or is more than may be kept: request ids, events, receipts and
 // their output, ended sandboxes.
 func (s *Service) trim(ctx context.Context) {

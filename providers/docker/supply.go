@@ -25,8 +25,8 @@ import (
 )
 
 const (
-	// volumeDigits is how many hexadecimal digits of the program's digest name its volume.
 	volumePrefix = "berth-guest-"
+	// volumeDigits is how many hexadecimal digits of the program's digest name its volume.
 	volumeDigits = 12
 	// helperPoll is between two looks at another broker's helper, and helperMost is how long it may be
 	// there: a helper lives for a second, and for copyTimeout on the slowest of lines.

@@ -532,7 +532,13 @@ type FsckResponse struct {
 	// Request ids that were looked at.
 	Requests uint32 `protobuf:"varint,5,opt,name=requests,proto3" json:"requests,omitempty"`
 	// Findings that are not listed: beyond 2000, of which those that remain come first.
-	LeftOut       uint32 `protobuf:"varint,6,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	LeftOut uint32 `protobuf:"varint,6,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	// Findings that were mended, with those that are not listed.
+	Repaired uint32 `protobuf:"varint,7,opt,name=repaired,proto3" json:"repaired,omitempty"`
+	// Findings that were not mended, with those that are not listed.
+	Remaining uint32 `protobuf:"varint,8,opt,name=remaining,proto3" json:"remaining,omitempty"`
+	// Those of them that repairing would mend now.
+	Repairable    uint32 `protobuf:"varint,9,opt,name=repairable,proto3" json:"repairable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -609,12 +615,34 @@ func (x *FsckResponse) GetLeftOut() uint32 {
 	return 0
 }
 
+func (x *FsckResponse) GetRepaired() uint32 {
+	if x != nil {
+		return x.Repaired
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetRemaining() uint32 {
+	if x != nil {
+		return x.Remaining
+	}
+	return 0
+}
+
+func (x *FsckResponse) GetRepairable() uint32 {
+	if x != nil {
+		return x.Repairable
+	}
+	return 0
+}
+
 // FsckFinding is one difference.
 type FsckFinding struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its kind, for example "orphan_machine", "machine_gone", "dangling_index"; docs/operations.md has all.
 	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
-	// What it concerns: an id.
+	// What it concerns: an id; a path, for files; namespace/request_id, for a request id; index/entry, for an
+	// entry of an index; a provider's name.
 	Subject string `protobuf:"bytes,2,opt,name=subject,proto3" json:"subject,omitempty"`
 	// What is wrong.
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
@@ -1102,14 +1130,19 @@ const file_berth_v1_admin_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\rR\x05value:\x028\x01\"%\n" +
 	"\vFsckRequest\x12\x16\n" +
-	"\x06repair\x18\x01 \x01(\bR\x06repair\"\xc6\x01\n" +
+	"\x06repair\x18\x01 \x01(\bR\x06repair\"\xa0\x02\n" +
 	"\fFsckResponse\x121\n" +
 	"\bfindings\x18\x01 \x03(\v2\x15.berth.v1.FsckFindingR\bfindings\x12\x1c\n" +
 	"\tsandboxes\x18\x02 \x01(\rR\tsandboxes\x12\x1a\n" +
 	"\bmachines\x18\x03 \x01(\rR\bmachines\x12\x12\n" +
 	"\x04jobs\x18\x04 \x01(\rR\x04jobs\x12\x1a\n" +
 	"\brequests\x18\x05 \x01(\rR\brequests\x12\x19\n" +
-	"\bleft_out\x18\x06 \x01(\rR\aleftOut\"\x8b\x02\n" +
+	"\bleft_out\x18\x06 \x01(\rR\aleftOut\x12\x1a\n" +
+	"\brepaired\x18\a \x01(\rR\brepaired\x12\x1c\n" +
+	"\tremaining\x18\b \x01(\rR\tremaining\x12\x1e\n" +
+	"\n" +
+	"repairable\x18\t \x01(\rR\n" +
+	"repairable\"\x8b\x02\n" +
 	"\vFsckFinding\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
 	"\asubject\x18\x02 \x01(\tR\asubject\x12\x18\n" +

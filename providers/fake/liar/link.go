@@ -67,6 +67,7 @@ func (l *Link) Run(ctx context.Context) {
 		return
 	}
 	server := grpc.NewServer(
+		grpc.WaitForHandlers(true), // what carries a call ends with the link
 		grpc.ForceServerCodecV2(asBytes{}), grpc.MaxRecvMsgSize(messageMost), grpc.MaxSendMsgSize(messageMost),
 		grpc.InitialWindowSize(windowBytes), grpc.InitialConnWindowSize(2*windowBytes),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}),
