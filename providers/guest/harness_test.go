@@ -357,7 +357,7 @@ func must(t testing.TB, err error) {
 
 func eventually(t testing.TB, what string, check func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !check(); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); !check(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Errorf("never: %s", what)
 			return

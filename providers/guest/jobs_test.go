@@ -203,7 +203,7 @@ func TestADaemonThatHoldsTheOutputDelaysNobody(t *testing.T) {
 			start := time.Now()
 			r := shell("sleep " + seconds + " & echo hi")
 			response := m.run(r)
-			if took := time.Since(start); took > time.Second {
+			if took := time.Since(start); took > 10*time.Second {
 				t.Errorf("took %v", took)
 			}
 			o := response.GetStatus().GetOutcome()
