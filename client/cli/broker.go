@@ -98,7 +98,7 @@ func (p *program) infoBlock(address string, info *berthv1.GetInfoResponse) error
 		b.fact("Recovering", fmt.Sprintf("%d machines have not answered since the start", machines))
 	}
 	if machines := info.GetOrphanMachines(); machines > 0 {
-		b.fact("Orphans", fmt.Sprintf("%d machines that no record names, the oldest for %s", machines, roughly(info.GetOldestOrphan().AsDuration())))
+		b.fact("Orphans", fmt.Sprintf("%d that no record names, the oldest known for %s", machines, roughly(info.GetOldestOrphan().AsDuration())))
 	}
 	return b.flush()
 }

@@ -1,6 +1,7 @@
 package jobs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"strconv"
@@ -79,6 +80,15 @@ func (s *Service) frozen(job *recordv1.JobRecord) bool {
 	return false
 }
 
+// notFrozen returns an error when a job's machine is suspended, so that nothing can be done to the job.
+func (s *Service) notFrozen(job *recordv1.JobRecord) error {
+	if !s.frozen(job) {
+		return nil
+	}
+	return fault.New(fault.WrongState, "job %s is suspended with its sandbox %s: resume it first", job.GetId(), job.GetSandboxId()).
+		With("state", "SUSPENDED").With("wanted", "RUNNING")
+}
+
 // machineStopped returns an error when a job's machine is stopped, so that nobody can tell what became
 // of the job until the sandbox is resumed.
 func (s *Service) machineStopped(job *recordv1.JobRecord) error {
@@ -117,7 +127,7 @@ func (s *Service) Stop(ctx context.Context, call lifecycle.Call, id string, grac
 		return nil, err
 	}
 	for {
-		if err := s.machineStopped(job); err != nil && !isDone(job) {
+		if err := cmp.Or(s.machineStopped(job), s.notFrozen(job)); err != nil && !isDone(job) {
 			return nil, err
 		}
 		status, err := s.stopInGuest(ctx, job.GetMachineId(), stopGrace(job, grace), &guestv1.StopRequest{

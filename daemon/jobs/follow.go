@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -112,7 +113,7 @@ func (s *Service) follow(ctx context.Context, machineID string, hello *guestv1.H
 		}
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Log(ctx, severity(warned), "cannot list the guest's jobs", "error", err)
+				log.Log(ctx, severity(warned || errors.Is(err, context.Canceled)), "cannot list the guest's jobs", "error", err)
 				warned = true
 				pause(ctx, followRetry)
 			}
@@ -275,7 +276,7 @@ func (s *Service) adopt(ctx context.Context, machineID string, status *guestv1.S
 		job = &recordv1.JobRecord{
 			Id: status.GetJobId(), Namespace: machine.GetNamespace(), SandboxId: machine.GetSandboxId(), MachineId: machineID,
 			Generation: machine.GetGeneration(), BootId: boundedText(status.GetBootId()),
-			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{},
+			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{KeepOutput: proto.Bool(status.GetDurable())},
 			CreateTime: timestamppb.New(s.opts.Now()), StartTime: boundedTime(status.GetStartTime(), s.opts.Now()),
 			Detached: status.GetDurable(), KeepOutput: status.GetDurable(),
 		}

@@ -88,9 +88,8 @@ func (s *Service) inGuest(ctx context.Context, job *recordv1.JobRecord, fn func(
 	if err := s.machineStopped(job); err != nil {
 		return err
 	}
-	if s.frozen(job) {
-		return fault.New(fault.WrongState, "job %s is suspended with its sandbox %s: resume it first", job.GetId(), job.GetSandboxId()).
-			With("state", "SUSPENDED").With("wanted", "RUNNING")
+	if err := s.notFrozen(job); err != nil {
+		return err
 	}
 	err := s.ask(ctx, job.GetMachineId(), 0, fn)
 	unheard := fault.Is(err, fault.GuestUnreachable)

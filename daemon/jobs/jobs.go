@@ -428,8 +428,8 @@ func (s *Service) touch(sandboxID string) {
 	s.mu.Unlock()
 	s.opts.Store.UpdateLater(func(tx *store.Tx) error {
 		sandbox, err := tx.Sandbox(sandboxID)
-		if err != nil || sandbox == nil {
-			return err
+		if err != nil || lifecycle.WantRunning(sandbox) != nil {
+			return err // what was refused is no use
 		}
 		sandbox.LastActivityTime = timestamppb.New(now)
 		return tx.PutSandbox(sandbox, "", "")

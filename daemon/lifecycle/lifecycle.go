@@ -490,7 +490,7 @@ func (s *Service) provider(name string) (string, providers.Provider, error) {
 	for _, named := range s.opts.Providers {
 		known = append(known, named.Name)
 	}
-	return "", nil, fault.New(fault.ProviderNotFound, "spec.provider: this broker has no provider %q, only %v", name, known).
+	return "", nil, fault.New(fault.ProviderNotFound, "spec.provider: this broker has no provider %q, only %s", name, strings.Join(known, ", ")).
 		With("provider", name).With("known", fmt.Sprint(known))
 }
 

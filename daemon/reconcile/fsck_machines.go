@@ -101,8 +101,8 @@ func (c *check) orphaned(ctx context.Context, named lifecycle.Named, machine pro
 		Action:  "destroy it with all that runs in it",
 	}
 	if !ripe {
-		finding.WhyNot = fmt.Sprintf("it is known for %s, and destroyed when that is %s: in %s by the broker itself, or by another repair",
-			known.Round(time.Second), orphanGrace, (orphanGrace - known).Round(time.Second))
+		finding.WhyNot = fmt.Sprintf("it is known for %s, and destroyed when that is %s: by another repair in %s, or by the broker itself at most %s later",
+			known.Round(time.Second), orphanGrace, (orphanGrace - known).Round(time.Second), sweepEvery)
 	}
 	c.mend(finding, func() error { return c.service.destroyOrphan(ctx, named, machine) })
 }

@@ -20,11 +20,13 @@ import (
 	"syscall"
 )
 
+// KeyName is the key's file in the state directory.
+const KeyName = "key"
+
 const (
 	// keyBytes is the size of the key and of each key derived from it.
 	keyBytes = 32
-	// keyName is the key's file, keyPart that file before it is whole.
-	keyName = "key"
+	// keyPart is the key's file before it is whole.
 	keyPart = "key.part"
 	// sealVersion is the first byte of what Seal returns: 1 is AES-256-GCM with a random nonce of 12
 	// bytes in front of the ciphertext.
@@ -50,7 +52,7 @@ type Vault struct {
 // Open reads <dir>/key, or makes it with mode 0600 when it is absent; dir must exist. A key of
 // another size, or one that others than its owner can reach, is refused.
 func Open(dir string) (*Vault, error) {
-	path := filepath.Join(dir, keyName)
+	path := filepath.Join(dir, KeyName)
 	key, err := readKey(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		if err := makeKey(dir); err != nil {
@@ -101,7 +103,7 @@ func makeKey(dir string) (err error) {
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
 		return fmt.Errorf("lock %s: %w", dir, err)
 	}
-	path, part := filepath.Join(dir, keyName), filepath.Join(dir, keyPart)
+	path, part := filepath.Join(dir, KeyName), filepath.Join(dir, keyPart)
 	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}

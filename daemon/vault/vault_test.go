@@ -26,7 +26,7 @@ func fixedKey() []byte {
 func openFixed(t testing.TB) *Vault {
 	t.Helper()
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, keyName), fixedKey(), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, KeyName), fixedKey(), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	v, err := Open(dir)
@@ -45,7 +45,7 @@ func TestTheKeyIsMadeOncePrivateAndWhole(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	info, err := os.Stat(filepath.Join(dir, keyName))
+	info, err := os.Stat(filepath.Join(dir, KeyName))
 	if err != nil || info.Mode().Perm() != 0o600 || info.Size() != keyBytes {
 		t.Errorf("key file %v, %v", info, err)
 	}
@@ -101,7 +101,7 @@ func TestABadKeyFileIsRefusedWithTheRemedy(t *testing.T) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			dir := t.TempDir()
-			path := filepath.Join(dir, keyName)
+			path := filepath.Join(dir, KeyName)
 			if err := c.make(path); err != nil {
 				t.Fatal(err)
 			}

@@ -89,7 +89,7 @@ type dockerConfig struct {
 func bind(cmd *cobra.Command, c *config) {
 	flags := cmd.Flags()
 	flags.StringVar(&c.State, "state", "", "directory of the ledger, the key and kept output (default $BERTH_STATE, else "+defaultState()+")")
-	flags.StringVar(&c.Run, "run", "", "short directory for sockets (default "+defaultRun()+")")
+	flags.StringVar(&c.Run, "run", "", "directory for sockets, with a short path: machines' sockets lie 49 bytes deeper, and 107 is the limit (default "+defaultRun()+")")
 	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://loopback:port; may be repeated (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
 	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local, and docker where an engine answers)")
 	flags.StringVar(&c.Guest, "guest", "", "the berth-guest program (default: next to berthd)")
@@ -100,10 +100,10 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringVar(&c.file, "config", "", "YAML file with these same names; flags win over it")
 	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
 	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
-	flags.DurationVar(&c.Retention, "retention", defaultRetention, "how long receipts and ended sandboxes are kept")
-	flags.IntVar(&c.Receipts, "retention-jobs", defaultReceipts, "how many receipts are kept at most; beyond it the oldest are dropped")
+	flags.DurationVar(&c.Retention, "retention", defaultRetention, "how long receipts and ended sandboxes are kept, at least 1h")
+	flags.IntVar(&c.Receipts, "retention-jobs", defaultReceipts, "how many receipts are kept at most, at least 1000; beyond it the oldest are dropped")
 	c.Output = defaultOutput
-	flags.Var(&c.Output, "retention-output", "how much output receipts keep in all, as 10GiB; beyond it the oldest receipts lose theirs")
+	flags.Var(&c.Output, "retention-output", "how much output receipts keep in all, at least 64MiB; beyond it the oldest receipts lose theirs")
 	complete := func(values ...string) func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 	}

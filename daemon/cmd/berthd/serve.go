@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"time"
 
@@ -85,9 +87,15 @@ type daemon struct {
 	reconcile *reconcile.Service
 }
 
+// longestSocket is the longest path of a socket below the directory for a broker's.
+const longestSocket = "m_00000000000000000000000000/guest.sock"
+
 // run wires the rooms, serves, and takes everything down again in the order in which it depends on
 // one another.
 func (d *daemon) run(ctx context.Context, guest func(string) (string, error), stdout io.Writer) error {
+	if err := d.keyIsThere(); err != nil {
+		return err
+	}
 	keys, err := vault.Open(d.config.State)
 	if err != nil {
 		return fmt.Errorf("--state: %w", err)
@@ -96,6 +104,10 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 		return err
 	}
 	sockets := filepath.Join(d.config.Run, d.ledger.Instance()[:8])
+	if longest := len(filepath.Join(sockets, longestSocket)); longest > maxSocketPath {
+		return fmt.Errorf("--run: machines' sockets in %s would have paths of %d bytes, and the kernel's limit is %d: choose a directory whose path is at most %d bytes long",
+			d.config.Run, longest, maxSocketPath, len(d.config.Run)-(longest-maxSocketPath))
+	}
 	if err := os.MkdirAll(sockets, 0o700); err != nil {
 		return fmt.Errorf("--run: the directory for sockets %s cannot be made: %w", sockets, err)
 	}
@@ -120,6 +132,19 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 	d.jobs.Close()
 	d.links.Close()
 	return errors.Join(serveErr, closeProviders(started))
+}
+
+// keyIsThere refuses a ledger whose key is missing: a new one would be of no use to it.
+func (d *daemon) keyIsThere() error {
+	known, err := d.ledger.KeyFingerprint()
+	if err != nil || known == "" {
+		return err
+	}
+	path := filepath.Join(d.config.State, vault.KeyName)
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("--state: the ledger's key %s is missing: restore the file that belongs to it", path)
+	}
+	return nil
 }
 
 // sameKey refuses a key that is not the one the ledger was made with: its secrets could not be opened.
@@ -197,6 +222,7 @@ func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listen
 	if _, err := fmt.Fprintf(stdout, "berthd: ready on %s\n", listeners); err != nil {
 		d.log.Warn("cannot say that it is ready", "error", err)
 	}
+	d.log.Info("serving", "version", buildVersion(), "listen", listeners, "state", d.config.State, "providers", strings.Join(d.config.Providers, ","))
 	notify(d.log, "READY=1")
 	var err error
 	select {
