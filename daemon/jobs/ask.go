@@ -305,7 +305,7 @@ func (s *Service) ReadOutput(ctx context.Context, namespace, id string, stream b
 
 // readLive asks the guest, which has all there is of a job until its receipt is home.
 func (s *Service) readLive(ctx context.Context, job *recordv1.JobRecord, stream berthv1.Stream, offset, limit uint64, wait time.Duration) (*Piece, error) {
-	if err := s.machineStopped(job); err != nil {
+	if err := cmp.Or(s.machineStopped(job), s.notFrozen(job)); err != nil {
 		return s.readStopped(job, stream, offset, limit, err)
 	}
 	response, err := s.readInGuest(ctx, job.GetMachineId(), &guestv1.ReadRequest{

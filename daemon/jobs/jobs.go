@@ -239,7 +239,8 @@ func (s *Service) reserve(ctx context.Context, call lifecycle.Call, job *recordv
 		if prior != "" {
 			reserved, err = tx.Job(prior)
 			if err == nil && reserved == nil {
-				err = noJob(prior)
+				err = fault.New(fault.JobNotFound, "this request made job %s, whose receipt is no longer kept (berthd --retention, --retention-jobs): it is not done again", prior).
+					With("job_id", prior)
 			}
 			return err
 		}

@@ -57,6 +57,47 @@ func TestAReceiptThatWasDroppedForItsNumberIsNotTakenUpAgain(t *testing.T) {
 	}
 }
 
+func TestOutputThatNoReceiptNamesGoesAndOthersStay(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.sandbox()
+	left := w.done(w.started(sandbox, shell("head -c 5000 /dev/zero")).GetId())
+	// As a kill between the two leaves it.
+	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
+		_, err := nameNoOutput(tx, left.GetId(), "")
+		return err
+	}))
+	young := w.done(w.started(sandbox, shell("echo young")).GetId())
+	open := w.started(sandbox, shell("head -c 5000 /dev/zero; sleep 100")) // and what runs does not count
+	w.wait("its output to be copied", func() bool { return w.OutputBytes() >= 10_000 })
+	must(t, w.BoundOutput(w.ctx, 1000))
+	if bytes := w.OutputBytes(); bytes != 5006 {
+		t.Errorf("%d bytes are kept, want those of the young one and of the open one", bytes)
+	}
+	if data, missing := w.readAll(young.GetId(), stdout); string(data) != "young\n" || missing > 0 {
+		t.Errorf("the young one has %q and %d gaps", data, missing)
+	}
+	if isDone(w.record(open.GetId())) {
+		t.Error("the open job is done")
+	}
+}
+
+func TestAJobThatLeftSomethingRunningKeepsItsReceipt(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	job := w.done(w.started(w.sandbox(), shell("echo first; sleep 100 & exit 5")).GetId())
+	if removed, err := w.RemoveExcess(w.ctx, 0, 10); err != nil || removed != 0 {
+		t.Errorf("%d receipts were dropped (%v), want none", removed, err)
+	}
+	stopped, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), nil)
+	must(t, err)
+	w.wantExit(stopped, 5)
+	w.wait("its output to be sealed", func() bool { return isComplete(w.record(job.GetId())) })
+	if removed, err := w.RemoveExcess(w.ctx, 0, 10); err != nil || removed != 1 {
+		t.Errorf("%d receipts were dropped (%v), want 1", removed, err)
+	}
+}
+
 func TestKeptOutputThatIsNotThereIsTold(t *testing.T) {
 	t.Parallel()
 	for name, harm := range map[string]func(path string) error{

@@ -130,7 +130,7 @@ func (s *Service) Create(ctx context.Context, call Call, spec *berthv1.SandboxSp
 		return nil, err
 	}
 	if prior != "" {
-		return s.settled(ctx, prior)
+		return s.answeredAgain(ctx, prior, s.settled)
 	}
 	spec = proto.CloneOf(spec)
 	name, provider, err := s.provider(spec.GetProvider())
@@ -149,6 +149,20 @@ func (s *Service) Create(ctx context.Context, call Call, spec *berthv1.SandboxSp
 		s.launch(operationID, "")
 	}
 	return s.settled(ctx, id)
+}
+
+// answeredAgain answers a call that was made before: by waiting for what it began, and where that is over
+// and the sandbox has gone on since, with the sandbox as it is now.
+func (s *Service) answeredAgain(ctx context.Context, id string, wait func(context.Context, string) (*recordv1.SandboxRecord, error)) (*recordv1.SandboxRecord, error) {
+	sandbox, err := wait(ctx, id)
+	if !fault.Is(err, fault.WrongState) && !fault.Is(err, fault.MachineGone) {
+		return sandbox, err
+	}
+	now, readErr := s.sandbox(id)
+	if readErr != nil || now.GetLastError() != nil {
+		return nil, err
+	}
+	return now, nil
 }
 
 // prior returns what a request made or acted on before, if it was made before.
@@ -342,6 +356,13 @@ func (s *Service) sandbox(id string) (*recordv1.SandboxRecord, error) {
 // Resume makes a SUSPENDED sandbox go on, or a STOPPED one run again in a new generation, and waits
 // until it runs. One that runs is success.
 func (s *Service) Resume(ctx context.Context, call Call, id string) (*recordv1.SandboxRecord, error) {
+	prior, err := s.prior(call)
+	if err != nil {
+		return nil, err
+	}
+	if prior != "" {
+		return s.answeredAgain(ctx, prior, s.resumed)
+	}
 	operationID, err := s.reserveResume(ctx, call, id)
 	if err != nil {
 		return nil, err
@@ -349,6 +370,11 @@ func (s *Service) Resume(ctx context.Context, call Call, id string) (*recordv1.S
 	if operationID != "" {
 		s.launch(operationID, "")
 	}
+	return s.resumed(ctx, id)
+}
+
+// resumed waits until a sandbox runs, or says why it did not come to that.
+func (s *Service) resumed(ctx context.Context, id string) (*recordv1.SandboxRecord, error) {
 	sandbox, err := s.settled(ctx, id)
 	if fault.Is(err, fault.WrongState) {
 		if record, readErr := s.sandbox(id); readErr == nil && record.GetLastError() != nil {

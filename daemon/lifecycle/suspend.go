@@ -32,7 +32,7 @@ func (s *Service) Suspend(ctx context.Context, call Call, id string) (*recordv1.
 		return nil, err
 	}
 	if prior != "" {
-		return s.suspended(ctx, id)
+		return s.answeredAgain(ctx, id, s.suspended)
 	}
 	if !slices.Contains(sandbox.GetCapabilities(), string(providers.CapSuspend)) {
 		return nil, fault.New(fault.CapabilityMissing, "sandbox %s is on provider %s, which cannot suspend its machine here (`berth providers` says why)", id, sandbox.GetSpec().GetProvider()).

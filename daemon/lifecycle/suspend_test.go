@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
+	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
@@ -17,6 +18,33 @@ func impatient(t *testing.T) *world {
 	w := newWorld(t)
 	w.opts.ProviderTimeout = 1500 * time.Millisecond
 	return w
+}
+
+func TestACallThatIsMadeAgainIsAnsweredAlsoWhenTheSandboxHasGoneOn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sandbox := w.created()
+	suspend := func() (*recordv1.SandboxRecord, error) {
+		return w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
+	}
+	resume := func() (*recordv1.SandboxRecord, error) {
+		return w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+	}
+	for _, made := range []struct {
+		call func() (*recordv1.SandboxRecord, error)
+		want berthv1.SandboxState
+	}{{suspend, suspended}, {resume, running}, {suspend, running}, {resume, running}} {
+		got, err := made.call()
+		must(t, err)
+		if got.GetState() != made.want {
+			t.Errorf("it is %s, want %s", got.GetState(), made.want)
+		}
+	}
+	_, err := w.Suspend(w.ctx, call("suspend", "s2"), sandbox.GetId())
+	must(t, err)
+	if got, err := resume(); err != nil || got.GetState() != suspended {
+		t.Errorf("the resume of before: %v (%v)", got.GetState(), err)
+	}
 }
 
 func TestASuspendMeetsFaults(t *testing.T) {

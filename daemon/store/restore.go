@@ -55,7 +55,8 @@ func (tx *Tx) takeUp(taken time.Time) error {
 	if err := tx.markOperations(); err != nil {
 		return err
 	}
-	tx.counts.revision += restoredGap
+	// The time makes another restore of the same backup give out others.
+	tx.counts.revision = max(tx.counts.revision+restoredGap, uint64(tx.now().UnixMicro()))
 	tx.counts.trimmed = tx.counts.revision - 1
 	tx.changed = true
 	err := tx.record(tx.counts.revision, &recordv1.EventRecord{

@@ -504,7 +504,7 @@ func TestABackupIsALedger(t *testing.T) {
 		}
 		sizes[compact] = info.Size()
 		copied := openTest(t, path)
-		if copied.Instance() != s.Instance() || copied.Revision() != s.Revision()+restoredGap {
+		if copied.Instance() != s.Instance() || copied.Revision() < s.Revision()+restoredGap {
 			t.Errorf("compact %v: instance %s, revision %d", compact, copied.Instance(), copied.Revision())
 		}
 		view(t, copied, func(tx *Tx) error {
