@@ -219,6 +219,10 @@ has all of it, over restarts of the broker. With --eof the job's input is closed
 	}
 	cmd.Flags().BoolVar(&thenClose, "eof", false, "close the job's input at the end")
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
+		if p.requestID != "" {
+			// A repetition would look anew where the input ends, and write behind what the first wrote.
+			return usagef("--request-id: input can't be repeated: it goes behind what the job has taken so far; leave the flag out")
+		}
 		id, err := jobID(ctx, c, args[0])
 		if err != nil {
 			return err

@@ -248,7 +248,10 @@ func TestGolden(t *testing.T) {
 		{name: "run of an empty command", args: []string{"run", "--", ""}},
 		{name: "run of a script and a command", args: []string{"run", "-c", "x", "--", "y"}},
 
+		{name: "input with a request id", args: []string{"input", "--request-id", "mine", jobRuns}, stdin: "yes\n"},
+
 		{name: "signal", request: true, args: []string{"signal", jobRuns, "sigterm"}},
+		{name: "signal with a request id", request: true, args: []string{"signal", "--request-id", "mine", jobRuns, "HUP"}},
 		{name: "signal by number", request: true, args: []string{"signal", "9XW4", "34"}},
 		{name: "signal that is none", args: []string{"signal", jobRuns, "SIGNONE"}},
 		{name: "signal without a signal", args: []string{"signal", jobRuns}},
