@@ -162,7 +162,9 @@ func gapWords(stream berthv1.Stream, from, to uint64, notKept string) string {
 	if notKept != "" {
 		return fmt.Sprintf("bytes %d to %d of %s were %s", from, to, name, notKept)
 	}
-	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit; a higher --output-limit keeps more)", from, to, name, to-from)
+	// Which of the two it was, a gap does not tell.
+	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit, where a higher --output-limit keeps more, or over the broker's --retention-output)",
+		from, to, name, to-from)
 }
 
 func (p *program) attachCommand() *cobra.Command {

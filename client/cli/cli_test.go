@@ -372,7 +372,7 @@ func TestBytesOfLogsAreExactAndGapsAreTold(t *testing.T) {
 		if s.stdout.String() != string(want) {
 			t.Errorf("%v: stdout differs: %d bytes, want %d", args, len(s.stdout.String()), len(want))
 		}
-		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit; a higher --output-limit keeps more)\n"
+		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit, where a higher --output-limit keeps more, or over the broker's --retention-output)\n"
 		stderr := s.stderr.String()
 		if !strings.Contains(stderr, gap) || strings.Replace(stderr, gap, "", 1) != strings.Repeat("\xff\x00\r", 1000) {
 			t.Errorf("%v: stderr differs: %d bytes", args, len(stderr))
