@@ -488,8 +488,8 @@ func (a *attachment) forwardSignals(ctx context.Context) (stop func()) {
 }
 
 // SignalJob sends a signal, by its number in the job's machine, to a job's process group, and returns
-// the job as it was then. Errors: JOB_NOT_FOUND, WRONG_STATE for a job that is over,
-// *UnreachableError.
+// the job as it was then. Its request_id is made here: to repeat a signal over a restart of the caller, give
+// Jobs().SignalJob one. Errors: JOB_NOT_FOUND, WRONG_STATE for a job that is over, *UnreachableError.
 func (c *Client) SignalJob(ctx context.Context, jobID string, signal int) (*berthv1.Job, error) {
 	if signal < 1 || signal > maxSignal {
 		return nil, status.Errorf(codes.InvalidArgument, "signal %d: it must be 1 to %d", signal, maxSignal)

@@ -162,7 +162,9 @@ func gapWords(stream berthv1.Stream, from, to uint64, notKept string) string {
 	if notKept != "" {
 		return fmt.Sprintf("bytes %d to %d of %s were %s", from, to, name, notKept)
 	}
-	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit; a higher --output-limit keeps more)", from, to, name, to-from)
+	// Which of the two it was, a gap does not tell.
+	return fmt.Sprintf("bytes %d to %d of %s were dropped (%d bytes over the job's output limit, where a higher --output-limit keeps more, or over the broker's --retention-output)",
+		from, to, name, to-from)
 }
 
 func (p *program) attachCommand() *cobra.Command {
@@ -219,6 +221,10 @@ has all of it, over restarts of the broker. With --eof the job's input is closed
 	}
 	cmd.Flags().BoolVar(&thenClose, "eof", false, "close the job's input at the end")
 	cmd.RunE = p.call(exitFailure, func(ctx context.Context, c *client.Client, args []string) error {
+		if p.requestID != "" {
+			// A repetition would look anew where the input ends, and write behind what the first wrote.
+			return usagef("--request-id: input can't be repeated: it goes behind what the job has taken so far; leave the flag out")
+		}
 		id, err := jobID(ctx, c, args[0])
 		if err != nil {
 			return err

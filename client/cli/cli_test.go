@@ -248,7 +248,10 @@ func TestGolden(t *testing.T) {
 		{name: "run of an empty command", args: []string{"run", "--", ""}},
 		{name: "run of a script and a command", args: []string{"run", "-c", "x", "--", "y"}},
 
+		{name: "input with a request id", args: []string{"input", "--request-id", "mine", jobRuns}, stdin: "yes\n"},
+
 		{name: "signal", request: true, args: []string{"signal", jobRuns, "sigterm"}},
+		{name: "signal with a request id", request: true, args: []string{"signal", "--request-id", "mine", jobRuns, "HUP"}},
 		{name: "signal by number", request: true, args: []string{"signal", "9XW4", "34"}},
 		{name: "signal that is none", args: []string{"signal", jobRuns, "SIGNONE"}},
 		{name: "signal without a signal", args: []string{"signal", jobRuns}},
@@ -369,7 +372,7 @@ func TestBytesOfLogsAreExactAndGapsAreTold(t *testing.T) {
 		if s.stdout.String() != string(want) {
 			t.Errorf("%v: stdout differs: %d bytes, want %d", args, len(s.stdout.String()), len(want))
 		}
-		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit; a higher --output-limit keeps more)\n"
+		const gap = "berth: logs: bytes 1048576 to 1052672 of stdout were dropped (4096 bytes over the job's output limit, where a higher --output-limit keeps more, or over the broker's --retention-output)\n"
 		stderr := s.stderr.String()
 		if !strings.Contains(stderr, gap) || strings.Replace(stderr, gap, "", 1) != strings.Repeat("\xff\x00\r", 1000) {
 			t.Errorf("%v: stderr differs: %d bytes", args, len(stderr))

@@ -31,8 +31,8 @@ func (p *program) logsCommand() *cobra.Command {
 		Use:   "logs JOB",
 		Short: "Print a job's output, byte for byte",
 		Long: `Print a job's output, byte for byte: its stdout to stdout and its stderr to stderr, or one of them with
---stream, to stdout. Where bytes are missing, because they went over the job's output limit or none
-were kept of an attached command, a line on stderr says which.
+--stream, to stdout. Where bytes are missing, because they went over the job's output limit or over what
+the broker keeps in all (--retention-output), or none were kept of an attached command, a line on stderr says which.
 With -o json every piece is an object with its stream, offset and bytes in base64.`,
 		Example: `  berth logs 9XW4
   berth logs -f 9XW4

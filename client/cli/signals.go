@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/berth-sandbox/berth/client"
+	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
 // signalNumbers are the signals of a machine, which is always Linux, whatever this host is.
@@ -65,11 +66,11 @@ func (p *program) signalCommand() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		job, err := c.SignalJob(ctx, id, number)
+		reply, err := c.Jobs().SignalJob(ctx, &berthv1.SignalJobRequest{RequestId: p.requestID, JobId: id, Signal: uint32(number)})
 		if err != nil {
 			return err
 		}
-		return p.show(job, id, func() error { return p.printLine(id) })
+		return p.show(reply.GetJob(), id, func() error { return p.printLine(id) })
 	})
 	return cmd
 }

@@ -271,9 +271,10 @@ func (p *Provider) config(spec providers.MachineSpec, image imageFacts, supplied
 
 func hostConfig(spec providers.MachineSpec, supplied supplied) *container.HostConfig {
 	notInit, readOnly := false, spec.Options[optionReadOnly] == "true"
-	machine := map[string]string{labelMachine: spec.MachineID}
+	// Both labels: Destroy finds by them a volume whose container somebody removed by hand.
+	own := map[string]string{labelBroker: spec.BrokerID, labelMachine: spec.MachineID}
 	private := func(target string) mount.Mount {
-		return mount.Mount{Type: mount.TypeVolume, Target: target, VolumeOptions: &mount.VolumeOptions{NoCopy: true, Labels: machine}}
+		return mount.Mount{Type: mount.TypeVolume, Target: target, VolumeOptions: &mount.VolumeOptions{NoCopy: true, Labels: own}}
 	}
 	mounts := []mount.Mount{
 		{Type: mount.TypeVolume, Source: supplied.volume, Target: binDir, ReadOnly: true, VolumeOptions: &mount.VolumeOptions{NoCopy: true}},

@@ -10,13 +10,15 @@ import (
 
 	"github.com/containerd/errdefs"
 	"github.com/moby/moby/api/types/container"
+	"github.com/moby/moby/api/types/volume"
 	"github.com/moby/moby/client"
 
 	"github.com/berth-sandbox/berth/providers"
 )
 
-// Destroy removes a machine's container, whatever state it is in, its anonymous volumes and its socket
-// directory. Another broker's or a stranger's container under its name is left alone.
+// Destroy removes a machine's container, whatever state it is in, its volumes, also those of a container
+// that was removed by hand, and its socket directory. Another broker's or a stranger's container under its
+// name is left alone.
 func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error {
 	unlock, err := p.machines.lock(ctx, machine.ID)
 	if err != nil {
@@ -34,6 +36,9 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 		p.removeOrphanedSnapshot(ctx, found)
 	}
 	if !errors.Is(err, providers.ErrNotFound) {
+		return fmt.Errorf("destroying machine %s: %w", machine.ID, err)
+	}
+	if err := p.removeVolumes(ctx, machine.ID); err != nil {
 		return fmt.Errorf("destroying machine %s: %w", machine.ID, err)
 	}
 	if err := removeListenDir(machine.ListenDir, machine.ID); err != nil {
@@ -86,6 +91,39 @@ func (p *Provider) awaitGone(ctx context.Context, container string) error {
 			timer.Stop()
 		}
 	}
+}
+
+// removeVolumes removes the volumes that bear this broker's label and the machine's. The engine removes them
+// with their container, but not when somebody else removed that and kept them. One that a container uses
+// is somebody's by now, and stays. Absent is success.
+func (p *Provider) removeVolumes(ctx context.Context, machineID string) error {
+	own := client.Filters{}.Add("label", labelBroker+"="+p.broker, labelMachine+"="+machineID)
+	var found []volume.Volume
+	err := p.read(ctx, "listing the volumes", func(ctx context.Context) error {
+		answer, err := p.engine.VolumeList(ctx, client.VolumeListOptions{Filters: own})
+		found = answer.Items
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for _, v := range found {
+		if v.Labels[labelBroker] != p.broker || v.Labels[labelMachine] != machineID {
+			continue // an engine that does not know the filter must not cost a stranger's data
+		}
+		err := p.change(ctx, changeTimeout, "removing volume "+v.Name, func(ctx context.Context) error {
+			_, err := p.engine.VolumeRemove(ctx, v.Name, client.VolumeRemoveOptions{})
+			return err
+		})
+		switch {
+		case err == nil, errdefs.IsNotFound(err):
+		case errdefs.IsConflict(err):
+			p.log.Warn("a destroyed machine's volume is in use, and stays", "machine", machineID, "volume", v.Name, "error", err)
+		default:
+			return err
+		}
+	}
+	return nil
 }
 
 // removeListenDir removes a machine's socket directory. Only one that bears its name is its own.

@@ -36,7 +36,7 @@ const DefaultImage = "buildpack-deps:stable-scm"
 // Labels of containers, volumes and images that are ours.
 const (
 	labelBroker   = "dev.berth.broker"   // the ledger's instance id
-	labelMachine  = "dev.berth.machine"  // m_…; on containers that are machines
+	labelMachine  = "dev.berth.machine"  // m_…; on containers that are machines, and on their own volumes
 	labelSuspend  = "dev.berth.suspend"  // how the machine is suspended
 	labelHelper   = "dev.berth.helper"   // on the container that fills the guest's volume; never started
 	labelGuest    = "dev.berth.guest"    // on the guest's volume: the program's SHA-256

@@ -8,12 +8,14 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/containerd/errdefs"
 	"github.com/moby/moby/api/types/container"
 	"github.com/moby/moby/client"
 
@@ -322,6 +324,78 @@ func eventually(t testing.TB, so func() bool) {
 			t.Fatal("it did not come about")
 		}
 	}
+}
+
+func TestVolumesOfAContainerThatWasRemovedByHandGoWithTheMachine(t *testing.T) {
+	at, p, id := newPlace(t), provider(t), newID()
+	engine := onEngine(t)
+	spec := at.spec(id, imported(t, "ordinary", ordinary))
+	spec.Options = map[string]string{"read_only": "true"} // its workspace is a volume too
+	at.create(t, p, spec)
+	// A removal by hand that keeps volumes, and a new container, which has others.
+	byHand := func() {
+		_, err := engine.ContainerRemove(t.Context(), "berth-"+id, client.ContainerRemoveOptions{Force: true})
+		must(t, err)
+	}
+	byHand()
+	at.create(t, p, spec)
+	byHand()
+	kept := volumesOf(t, engine, brokerID, id)
+	if len(kept) != 4 {
+		t.Fatalf("the containers left the volumes %v, want 4 with both labels", kept)
+	}
+
+	// One is somebody's by now, and two are of others: of a broker, and of a machine.
+	user, err := engine.ContainerCreate(t.Context(), client.ContainerCreateOptions{
+		Config:     &container.Config{Image: imported(t, "ordinary", ordinary), Cmd: []string{"/bin/true"}},
+		HostConfig: &container.HostConfig{Binds: []string{kept[0] + ":/kept"}},
+	})
+	must(t, err)
+	leave := func() {
+		_, err := engine.ContainerRemove(context.Background(), user.ID, client.ContainerRemoveOptions{Force: true})
+		if err != nil && !errdefs.IsNotFound(err) {
+			t.Error(err)
+		}
+	}
+	t.Cleanup(leave)
+	other := newID()
+	for broker, machine := range map[string]string{brokerID + "-other": id, brokerID: other} {
+		made, err := engine.VolumeCreate(t.Context(), client.VolumeCreateOptions{
+			Labels: map[string]string{"dev.berth.broker": broker, "dev.berth.machine": machine},
+		})
+		must(t, err)
+		t.Cleanup(func() {
+			_, err := engine.VolumeRemove(context.Background(), made.Volume.Name, client.VolumeRemoveOptions{})
+			must(t, err)
+		})
+	}
+
+	at.destroy(t, p, id)
+	if left := volumesOf(t, engine, brokerID, id); !slices.Equal(left, kept[:1]) {
+		t.Errorf("left: %v, want %v, which a container uses", left, kept[:1])
+	}
+	if len(volumesOf(t, engine, brokerID+"-other", id)) != 1 || len(volumesOf(t, engine, brokerID, other)) != 1 {
+		t.Error("a volume of another broker or machine went too")
+	}
+	leave()
+	at.destroy(t, p, id)
+	if left := volumesOf(t, engine, brokerID, id); len(left) != 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// volumesOf returns the names of a machine's own volumes, sorted.
+func volumesOf(t testing.TB, e *client.Client, broker, id string) (names []string) {
+	t.Helper()
+	found, err := e.VolumeList(t.Context(), client.VolumeListOptions{})
+	must(t, err)
+	for _, v := range found.Items {
+		if v.Labels["dev.berth.broker"] == broker && v.Labels["dev.berth.machine"] == id {
+			names = append(names, v.Name)
+		}
+	}
+	slices.Sort(names)
+	return names
 }
 
 func TestAStrangersContainerUnderAMachinesNameIsLeftAlone(t *testing.T) {

@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -45,6 +46,10 @@ func (s *size) Set(text string) error {
 	n, err := units.RAMInBytes(text)
 	if err != nil {
 		return fmt.Errorf("%q is no size: write it as 10GiB", text)
+	}
+	// What the library cannot hold it turns into the least number, or on some processors into the greatest.
+	if n < 0 || n == math.MaxInt64 {
+		return fmt.Errorf("%q is too much: a size is less than 8EiB, 8388608TiB; write it as 10GiB", text)
 	}
 	*s = size(n)
 	return nil

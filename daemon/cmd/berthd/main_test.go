@@ -30,7 +30,7 @@ func resolved(t *testing.T, args ...string) (config, error) {
 	cmd.SetContext(t.Context())
 	bind(cmd, &flags)
 	if err := cmd.ParseFlags(args); err != nil {
-		t.Fatal(err)
+		return config{}, err
 	}
 	return resolve(cmd, flags)
 }
@@ -97,6 +97,9 @@ func TestWhatMakesNoSenseIsRefusedByItsFlag(t *testing.T) {
 		{"a retention of minutes", []string{"--retention", "59m"}, "--retention"},
 		{"a retention of few jobs", []string{"--retention-jobs", "999"}, "--retention-jobs"},
 		{"a retention of little output", []string{"--retention-output", "1MiB"}, "--retention-output"},
+		{"a retention of more output than can be counted", []string{"--retention-output", "999999999999999999999GiB"}, "too much"},
+		{"a retention of just more than can be counted", []string{"--retention-output", "8388608TiB"}, "too much"},
+		{"a file with more output than can be counted", []string{"--config", file(t, "retention-output: 8388608TiB\n")}, "too much"},
 		{"a file with no size", []string{"--config", file(t, "retention-output: much\n")}, "--config"},
 		{"a provider of no name", []string{"--provider", "cloud"}, "--provider"},
 		{"a provider twice", []string{"--provider", "local", "--provider", "local"}, "twice"},
