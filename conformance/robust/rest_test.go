@@ -43,7 +43,7 @@ func (s *suite) rest(ctx context.Context) {
 	sandboxes := s.settleSandboxes(ctx)
 	s.gatherFaults()
 	s.settleJobs(ctx)
-	s.compareMachines(ctx, sandboxes)
+	s.compareMachines(ctx)
 	s.destroyAll(ctx, sandboxes)
 	s.countStarts()
 	s.nothingLeft(ctx)
@@ -277,21 +277,21 @@ func (p *pieces) Gap(from, to uint64) error {
 	return nil
 }
 
-// compareMachines wants the provider's machines to be the ledger's: none without a record, and none
-// missing of a sandbox that runs.
-func (s *suite) compareMachines(ctx context.Context, sandboxes []*berthv1.Sandbox) {
-	var ours, lost []string // of what is lost, some may be left until it is destroyed
-	for _, sandbox := range sandboxes {
-		if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_LOST {
-			lost = append(lost, sandbox.GetMachineId())
-			continue
-		}
-		ours = append(ours, sandbox.GetMachineId())
-	}
-	slices.Sort(ours)
+// compareMachines wants the provider's machines to become the ledger's: none without a record, and none
+// missing of a sandbox that runs. That a resting one is gone the broker sees at its second look only.
+func (s *suite) compareMachines(ctx context.Context) {
 	s.until(ctx, "the provider's machines", orphanMost, func() (bool, string) {
+		var ours, lost []string // of what is lost, some may be left until it is destroyed
+		for _, sandbox := range s.listSandboxes(ctx) {
+			if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_LOST {
+				lost = append(lost, sandbox.GetMachineId())
+				continue
+			}
+			ours = append(ours, sandbox.GetMachineId())
+		}
 		there, err := s.providersMachines(ctx)
 		there = slices.DeleteFunc(there, func(machine string) bool { return slices.Contains(lost, machine) })
+		slices.Sort(ours)
 		slices.Sort(there)
 		return err == nil && slices.Equal(there, ours), fmt.Sprintf("the provider has %v, the ledger %v (%v)", there, ours, err)
 	})
