@@ -292,7 +292,7 @@ func (w *world) orphanHasItsTime(sandbox *berthv1.Sandbox, begin time.Time) {
 	if _, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox.GetId()}); !client.Is(err, berthv1.Reason_REASON_SANDBOX_NOT_FOUND) {
 		w.t.Errorf("the sandbox of after the backup: %v", err)
 	}
-	if out, err := w.Berth(w.ctx, "info"); err != nil || !strings.Contains(string(out), "1 machines that no record names") {
+	if out, err := w.Berth(w.ctx, "info"); err != nil || !strings.Contains(string(out), "1 that no record names") {
 		w.t.Errorf("berth info says %q (%v)", out, err)
 	}
 	ticker := time.NewTicker(2 * time.Second)

@@ -152,14 +152,15 @@ func (s *Service) Create(ctx context.Context, call Call, spec *berthv1.SandboxSp
 }
 
 // answeredAgain answers a call that was made before: by waiting for what it began, and where that is over
-// and the sandbox has gone on since, with the sandbox as it is now.
+// and the sandbox has gone on since, with the sandbox as it is now. One that never ran has not gone on: its
+// create came to nothing.
 func (s *Service) answeredAgain(ctx context.Context, id string, wait func(context.Context, string) (*recordv1.SandboxRecord, error)) (*recordv1.SandboxRecord, error) {
 	sandbox, err := wait(ctx, id)
 	if !fault.Is(err, fault.WrongState) && !fault.Is(err, fault.MachineGone) {
 		return sandbox, err
 	}
 	now, readErr := s.sandbox(id)
-	if readErr != nil || now.GetLastError() != nil {
+	if readErr != nil || now.GetLastError() != nil || now.GetReadyTime() == nil {
 		return nil, err
 	}
 	return now, nil
