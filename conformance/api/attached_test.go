@@ -125,10 +125,16 @@ func TestACallerThatGoesAwayIsWaitedForAsLongAsItSaid(t *testing.T) {
 		t.Fatalf("the call ended with %v, and job %q", err, job)
 	}
 	w.restart(t)
-	back, leave := context.WithTimeout(w.ctx, 2*time.Second)
+	back, leave := context.WithTimeout(w.ctx, 30*time.Second) // the machine may take a while to be heard from
 	defer leave()
 	var out lockedBuffer
-	_, _ = w.Attach(back, job, 0, 0, client.ExecIO{Stdout: &out}) // it ends with its context
+	_, _ = w.Attach(back, job, 0, 0, client.ExecIO{Stdout: writerFunc(func(p []byte) (int, error) { // it ends with its context
+		n, err := out.Write(p)
+		if out.String() == "here\nstill here\n" {
+			leave()
+		}
+		return n, err
+	})})
 	if out.String() != "here\nstill here\n" {
 		t.Errorf("who came back saw %q", out.String())
 	}
