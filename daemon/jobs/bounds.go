@@ -86,10 +86,11 @@ func (s *Service) remove(ctx context.Context, ids []string) (int, error) {
 	err := s.opts.Store.Update(ctx, func(tx *store.Tx) error {
 		going = going[:0]
 		for _, id := range ids {
-			if stays, err := leftSomething(tx, id); err != nil || stays {
-				if err != nil {
-					return err
-				}
+			stays, err := leftSomething(tx, id)
+			if err != nil {
+				return err
+			}
+			if stays {
 				continue
 			}
 			if _, err := nameNoOutput(tx, id, ""); err != nil {
