@@ -39,6 +39,7 @@ const (
 
 func newRegistry(t *testing.T, from rootfs) *registry {
 	t.Helper()
+	engine := onEngine(t)
 	// A layer that the engine has from elsewhere is not asked for.
 	from.files = maps.Clone(from.files)
 	from.files["of"] = t.TempDir()
@@ -72,7 +73,6 @@ func newRegistry(t *testing.T, from rootfs) *registry {
 	})
 	server := httptest.NewServer(mux)
 	r.name = strings.TrimPrefix(server.URL, "http://") + "/it:1"
-	engine := onEngine(t)
 	t.Cleanup(func() {
 		server.CloseClientConnections()
 		server.Close()
