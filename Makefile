@@ -35,67 +35,78 @@ demo: build ## start a broker on this machine and show what it does
 
 # ---- Tests -----------------------------------------------------------------------------------------
 
-TESTSUM := $(TOOLS)/testsum
-
-.PHONY: $(TESTSUM)
-$(TESTSUM):
-	@go build -o $@ ./conformance/cmd/testsum
+# gotestsum prints what failed as it fails, at the end what was skipped and why, and the counts last.
+GOTESTSUM := $(TOOLS)/gotestsum
+gotestsum = $(GOTESTSUM) --format $(1) --format-icons text --jsonfile bin/tests-$$$$.json --post-run-command 'sh tools/verdict.sh' -- -vet=off
+TEST = $(call gotestsum,pkgname-and-test-fails)
+TEST_VERBOSE = $(call gotestsum,standard-verbose) -count=1
 
 .PHONY: test
-test: $(TESTSUM) ## vet and test everything; what was skipped is listed at the end with its reason
+test: $(GOTESTSUM) ## vet and test everything; what was skipped is listed at the end with its reason
 	go vet ./...
-	$(TESTSUM) -vet=off ./...
+	$(TEST) -timeout 24m ./...
 
 .PHONY: race
-race: $(TESTSUM) ## the rooms' tests under the race detector (needs a C compiler; the suites run built programs)
+race: $(GOTESTSUM) ## the packages' tests under the race detector (needs a C compiler; the suites run built programs)
 	@command -v "$$(go env CC)" >/dev/null || { \
 		echo "make race: the race detector needs a C compiler, and there is no $$(go env CC) here (install gcc)" >&2; exit 1; }
-	CGO_ENABLED=1 $(TESTSUM) -vet=off -race $$(go list ./... | grep -v '/conformance/')
+	CGO_ENABLED=1 $(TEST) -race -timeout 20m $$(go list ./... | grep -v '/conformance/')
 
 .PHONY: crash
-crash: $(TESTSUM) ## crash at every failpoint, restart, and check what must hold
-	BERTH_RUN=crash $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash ./conformance/failpoint
+crash: $(GOTESTSUM) ## crash at every failpoint, restart, and check what must hold
+	BERTH_RUN=crash $(TEST) -count=1 -timeout 40m ./conformance/crash ./conformance/failpoint
 
-# JOBS short jobs are run in one test, and three times over in another: `make around JOBS=100000`.
+# JOBS short jobs are run in one test, and three times over in another.
 JOBS ?= 1200
-.PHONY: around
-around: $(TESTSUM) ## what happens around a broker: full disk, stepped clock, freeze, reboot, upgrade, many jobs (JOBS=1200)
-	BERTH_RUN=around BERTH_JOBS=$(JOBS) $(TESTSUM) -vet=off -count=1 -parallel 8 -timeout 4h ./conformance/around
+.PHONY: hostfaults
+hostfaults: $(GOTESTSUM) ## what happens around a broker: full disk, stepped clock, freeze, reboot, upgrade, many jobs (JOBS=1200)
+	BERTH_RUN=hostfaults BERTH_JOBS=$(JOBS) $(TEST) -count=1 -parallel 8 -timeout 4h ./conformance/hostfaults
 
 # How often the broker is killed, on each of the providers. Seeds: BERTH_SEED. On 2 CPUs 20 kills take about
 # half a minute a provider.
 N ?= 20
 PROVIDERS ?= fake local
 .PHONY: robust
-robust: ## random traffic and faults while the broker is killed N times (default 20) on PROVIDERS (default fake local)
+robust: $(GOTESTSUM) ## random traffic and faults while the broker is killed N times (default 20) on PROVIDERS (default fake local)
 	@for provider in $(PROVIDERS); do echo "on $$provider:"; \
-		BERTH_RUN=robust BERTH_PROVIDER=$$provider BERTH_KILLS=$(N) go test -vet=off -count=1 -v -timeout 24h ./conformance/robust -run TestRandom || exit 1; done
+		BERTH_RUN=robust BERTH_PROVIDER=$$provider BERTH_KILLS=$(N) $(TEST_VERBOSE) -timeout 24h ./conformance/robust -run TestRandom || exit 1; done
 
-.PHONY: defects
-defects: ## take out one guard after the other, and see that a test fails each time (minutes)
-	go test -tags defects -vet=off -count=1 -v -timeout 90m ./conformance/defect
+.PHONY: mutation
+mutation: $(GOTESTSUM) ## take out one guard after the other, and see that a test fails each time (minutes)
+	$(TEST_VERBOSE) -tags mutation -timeout 4h ./conformance/mutation
 
-.PHONY: faults
-faults: $(TESTSUM) ## have guests lie to a broker in every way there is
-	BERTH_RUN=faults $(TESTSUM) -vet=off -count=1 -timeout 15m ./conformance/faults
+.PHONY: byzantine
+byzantine: $(GOTESTSUM) ## have guests lie to a broker in every way there is
+	BERTH_RUN=byzantine $(TEST) -count=1 -timeout 40m ./conformance/byzantine
 
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
 .PHONY: conformance
-conformance: $(TESTSUM) ## the API suite, and on docker the crashes and random kills, on every other provider that is here (docker needs an engine and debootstrap)
-	BERTH_PROVIDER=local-plain $(TESTSUM) -vet=off -count=1 ./conformance/api
+conformance: $(GOTESTSUM) ## the API suite, and on docker the crashes and random kills, on every other provider that is here (docker needs an engine and debootstrap)
+	BERTH_PROVIDER=local-plain $(TEST) -count=1 -timeout 20m ./conformance/api
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
 	conformance/image.sh $(IMAGE) && status=0; \
+	export BERTH_DOCKER_IMAGE=$(IMAGE); \
 	for provider in docker docker-bridge; do \
 		echo "on $$provider:"; \
-		BERTH_PROVIDER=$$provider BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 ./conformance/api || status=1; \
+		BERTH_PROVIDER=$$provider $(TEST) -count=1 -timeout 20m ./conformance/api || status=1; \
 	done; \
 	echo "on docker, with a crash at every failpoint:"; \
-	BERTH_RUN=crash BERTH_PROVIDER=docker BERTH_DOCKER_IMAGE=$(IMAGE) $(TESTSUM) -vet=off -count=1 -timeout 20m ./conformance/crash || status=1; \
+	BERTH_RUN=crash BERTH_PROVIDER=docker $(TEST) -count=1 -timeout 40m ./conformance/crash || status=1; \
 	echo "on docker, with random kills:"; \
-	BERTH_RUN=robust BERTH_PROVIDER=docker BERTH_DOCKER_IMAGE=$(IMAGE) BERTH_KILLS=10 go test -vet=off -count=1 -v ./conformance/robust -run TestRandom || status=1; \
+	$(MAKE) robust N=$(DOCKER_N) PROVIDERS=docker || status=1; \
 	docker image rm -f $(IMAGE) >/dev/null; exit $$status
+
+# What is slow and rarely fails is run before an issue is resolved, at the commit that resolves it.
+DOCKER_N ?= 10
+.PHONY: night
+night: ## what CI has no time for: every mutation, every lie, 300 random kills a provider, 20,000 jobs (hours)
+	$(MAKE) mutation
+	$(MAKE) byzantine
+	$(MAKE) hostfaults JOBS=20000
+	$(MAKE) robust N=300
+	$(MAKE) conformance DOCKER_N=300
 
 # Go fuzzes one target of one package at a time. A number of runs, not a time: when the time is up while
 # an input is being tried or made smaller, which on a busy machine is likely, Go calls it a failure
@@ -103,15 +114,15 @@ conformance: $(TESTSUM) ## the API suite, and on docker the crashes and random k
 FUZZTIME ?= 1500x
 .PHONY: fuzz
 fuzz: ## fuzz everything that parses what a peer sends, FUZZTIME runs of each (default 1500x)
-	@grep -rl '^func Fuzz' --include='*_test.go' . | xargs -n 1 dirname | sort -u | while read -r room; do \
-		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' $$room/*_test.go | while read -r target; do \
-			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 100x $$room || exit 1; \
+	@grep -rl '^func Fuzz' --include='*_test.go' . | xargs -n 1 dirname | sort -u | while read -r package; do \
+		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' $$package/*_test.go | while read -r target; do \
+			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 100x $$package || exit 1; \
 		done || exit 1; \
 	done
 
 .PHONY: bench
-bench: build ## measure what it costs, beside what it stands on; prints a table and writes bench.json
-	go run ./conformance/cmd/bench
+bench: build ## measure what it costs, beside what it stands on, or beside the programs of BASE=DIR; prints a table and writes bench.json
+	go run ./conformance/cmd/bench $(if $(BASE),-base $(BASE))
 
 # ---- The source ------------------------------------------------------------------------------------
 
@@ -121,13 +132,16 @@ lint: $(TOOLS)/golangci-lint $(TOOLS)/buf ## golangci-lint with gofmt, and buf l
 	$(TOOLS)/buf lint
 
 .PHONY: generate
-generate: $(TOOLS)/buf $(TOOLS)/protoc-gen-go $(TOOLS)/protoc-gen-go-grpc ## write the *.pb.go files anew from proto/
+generate: $(TOOLS)/buf $(TOOLS)/protoc-gen-go $(TOOLS)/protoc-gen-go-grpc ## write the *.pb.go files anew from proto/, and what follows from the table of arrows
 	$(TOOLS)/buf generate
+	go run ./conformance/cmd/arrows
 
+GENERATED := proto .golangci.yml ARCHITECTURE.md
 .PHONY: generate-check
-generate-check: generate ## fail if that changes what git has of proto/
-	@changes="$$(git status --porcelain -- proto)"; test -z "$$changes" || { \
-		printf '%s\n' "$$changes"; echo "make generate-check: proto/ differs from what is committed" >&2; exit 1; }
+generate-check: generate ## fail if that changes what git has
+	@changes="$$(git status --porcelain -- $(GENERATED))"; test -z "$$changes" || { \
+		git --no-pager diff -- $(GENERATED); \
+		printf '%s\n' "$$changes"; echo "make generate-check: this differs from what is committed" >&2; exit 1; }
 
 .PHONY: breaking
 breaking: $(TOOLS)/buf ## fail if proto/ breaks those who were built against proto/baseline.binpb
@@ -148,9 +162,10 @@ clean: ## remove what the other targets made
 TOOL_PACKAGE_buf                := github.com/bufbuild/buf/cmd/buf
 TOOL_PACKAGE_golangci-lint      := github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 TOOL_PACKAGE_protoc-gen-go-grpc := google.golang.org/grpc/cmd/protoc-gen-go-grpc
+TOOL_PACKAGE_gotestsum          := gotest.tools/gotestsum
 TOOL_PACKAGE_grpcurl            := github.com/fullstorydev/grpcurl/cmd/grpcurl
 
-$(addprefix $(TOOLS)/,buf golangci-lint protoc-gen-go-grpc grpcurl): tools/go.mod
+$(addprefix $(TOOLS)/,buf golangci-lint gotestsum protoc-gen-go-grpc grpcurl): tools/go.mod
 	go build -C tools -o $(CURDIR)/$@ $(TOOL_PACKAGE_$(@F))
 	@touch $@
 

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -48,6 +49,7 @@ type broker struct {
 
 	commands []*command                      // what runs in the machine, which no kill of the broker ends
 	listen   func(net.Listener) net.Listener // nil: connections hold
+	attaches atomic.Int32                    // calls of Exec
 }
 
 func newBroker(t *testing.T) *broker {
@@ -172,6 +174,11 @@ func (b *broker) PollJob(ctx context.Context, r *berthv1.PollJobRequest) (*berth
 		b.mu.Lock()
 		job, changed := b.job, b.changed
 		b.mu.Unlock()
+		if c := b.command(func(c *command) bool { return c.id == r.GetJobId() }); c != nil && job.GetState() == berthv1.JobState_JOB_STATE_RUNNING {
+			c.mu.Lock()
+			job, changed = c.job, c.changed
+			c.mu.Unlock()
+		}
 		if job.GetState() != berthv1.JobState_JOB_STATE_RUNNING {
 			return &berthv1.PollJobResponse{Job: job}, nil
 		}
@@ -193,7 +200,7 @@ func (b *broker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequ
 	defer timer.Stop()
 	for {
 		b.mu.Lock()
-		reply, changed, err := b.piece(r.GetOffset()), b.changed, b.expired(r.GetOffset())
+		reply, changed, err := b.chunk(r.GetOffset()), b.changed, b.expired(r.GetOffset())
 		b.mu.Unlock()
 		if err != nil || len(reply.GetData()) > 0 || reply.GetEof() {
 			return reply, err
@@ -208,8 +215,8 @@ func (b *broker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequ
 	}
 }
 
-// piece is up to 5 bytes of output, so that every read of a test takes many calls.
-func (b *broker) piece(offset uint64) *berthv1.ReadJobOutputResponse {
+// chunk is up to 5 bytes of output, so that every read of a test takes many calls.
+func (b *broker) chunk(offset uint64) *berthv1.ReadJobOutputResponse {
 	total := uint64(len(b.output))
 	end := min(total, offset+5)
 	if offset < b.dropped[0] {
@@ -218,7 +225,7 @@ func (b *broker) piece(offset uint64) *berthv1.ReadJobOutputResponse {
 	done := b.job.GetState() == berthv1.JobState_JOB_STATE_DONE
 	reply := &berthv1.ReadJobOutputResponse{
 		Offset: offset, NextOffset: max(end, offset), Eof: done && end >= total,
-		Facts: &berthv1.OutputFacts{TotalBytes: total, Sealed: done},
+		Stats: &berthv1.OutputStats{TotalBytes: total, Sealed: done},
 	}
 	if offset < end {
 		reply.Data = b.output[offset:end]
@@ -362,7 +369,7 @@ func TestRetryInfoIsHonoured(t *testing.T) {
 	}
 }
 
-func TestARetryBeyondThePatienceIsNotWaitedFor(t *testing.T) {
+func TestARetryBeyondTheRetryTimeoutIsNotWaitedFor(t *testing.T) {
 	b := newBroker(t)
 	b.refuse = []error{recovering(time.Hour)}
 	_, err := b.dial().Admin().GetInfo(testContext(t), &berthv1.GetInfoRequest{})
@@ -426,7 +433,7 @@ func TestACommandWaitsForTheConnectionButIsSentOnce(t *testing.T) {
 func TestAnAbsentBrokerIsUnreachable(t *testing.T) {
 	b := newBroker(t)
 	b.kill()
-	c := b.dial(client.WithPatience(time.Minute, 200*time.Millisecond))
+	c := b.dial(client.WithRetryTimeout(time.Minute, 200*time.Millisecond))
 	_, err := c.Admin().GetInfo(testContext(t), &berthv1.GetInfoRequest{})
 	gone, ok := err.(*client.UnreachableError) //nolint:errorlint // the very type is promised
 	if !ok || client.Code(err) != codes.Unavailable {

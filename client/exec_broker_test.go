@@ -21,7 +21,7 @@ import (
 // pipeBytes is how much input a command is given ahead of what it reads, as a pipe holds.
 const pipeBytes = 64 << 10
 
-// command is an attached command in a machine: it goes on when the broker or a connection dies.
+// command is an attached command in a machine: it continues when the broker or a connection dies.
 type command struct {
 	id, requestID string
 	spec          *berthv1.JobSpec
@@ -37,7 +37,7 @@ type command struct {
 	signals []uint32
 
 	signalled []string // request_ids of signals
-	thanks    int
+	ends      int
 	job       *berthv1.Job
 }
 
@@ -57,14 +57,14 @@ func (c *command) write(stream berthv1.Stream, data []byte) {
 // exit ends the command.
 func (c *command) exit(code int32) {
 	c.change(func() {
-		facts := func(stream berthv1.Stream) *berthv1.OutputFacts {
+		stats := func(stream berthv1.Stream) *berthv1.OutputStats {
 			total := uint64(len(c.output[stream]))
-			return &berthv1.OutputFacts{TotalBytes: total, EndAtExit: &total, Sealed: true}
+			return &berthv1.OutputStats{TotalBytes: total, EndAtExit: &total, Sealed: true}
 		}
 		c.job = &berthv1.Job{
 			Id: c.id, SandboxId: "sb_1", State: berthv1.JobState_JOB_STATE_DONE, Spec: c.spec,
 			Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: &code},
-			Stdout:  facts(berthv1.Stream_STREAM_STDOUT), Stderr: facts(berthv1.Stream_STREAM_STDERR),
+			Stdout:  stats(berthv1.Stream_STREAM_STDOUT), Stderr: stats(berthv1.Stream_STREAM_STDERR),
 		}
 	})
 }
@@ -86,10 +86,10 @@ func (c *command) readInput() []byte {
 	}
 }
 
-// input takes what is new of a piece and fits the pipe, and returns how far stdin was taken. It waits
-// for room, as a guest does, until over is closed.
-func (c *command) input(piece *berthv1.ExecInput, over <-chan struct{}) (uint64, error) {
-	end := piece.GetOffset() + uint64(len(piece.GetData()))
+// input takes what is new of a chunk and fits the pipe, and returns how far stdin was taken. It waits
+// for space, as a guest does, until over is closed.
+func (c *command) input(chunk *berthv1.ExecInput, over <-chan struct{}) (uint64, error) {
+	end := chunk.GetOffset() + uint64(len(chunk.GetData()))
 	for {
 		var taken uint64
 		var changed chan struct{}
@@ -97,14 +97,14 @@ func (c *command) input(piece *berthv1.ExecInput, over <-chan struct{}) (uint64,
 		c.change(func() {
 			at := uint64(len(c.taken))
 			switch {
-			case piece.GetOffset() > at:
-				err = status.Errorf(codes.InvalidArgument, "stdin is at %d, got bytes from %d on", at, piece.GetOffset())
+			case chunk.GetOffset() > at:
+				err = status.Errorf(codes.InvalidArgument, "stdin is at %d, got bytes from %d on", at, chunk.GetOffset())
 			case at < end:
-				rest := piece.GetData()[at-piece.GetOffset():]
+				rest := chunk.GetData()[at-chunk.GetOffset():]
 				c.taken = append(c.taken, rest[:min(len(rest), pipeBytes-(len(c.taken)-c.read))]...)
 			}
 			taken = uint64(len(c.taken))
-			c.closed = c.closed || piece.GetEof() && taken == end
+			c.closed = c.closed || chunk.GetEof() && taken == end
 		})
 		c.mu.Lock()
 		changed = c.changed
@@ -166,6 +166,7 @@ func (b *broker) awaitCommand(n int) *command {
 }
 
 func (b *broker) Exec(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
+	b.attaches.Add(1)
 	first, err := stream.Recv()
 	if err != nil {
 		return err
@@ -213,9 +214,9 @@ func (s *execStream) run() error {
 		return err
 	}
 	failed := make(chan error, 1)
-	thanked := make(chan struct{})
+	acknowledgedEnd := make(chan struct{})
 	go func() { // ends with the stream, as gRPC's receivers do
-		defer close(thanked)
+		defer close(acknowledgedEnd)
 		if err := s.receive(); err != nil {
 			failed <- err
 		}
@@ -241,8 +242,8 @@ func (s *execStream) run() error {
 			}
 			for {
 				select {
-				case <-s.acknowledged: // too late to be told
-				case <-thanked:
+				case <-s.acknowledged: // too late to be sent
+				case <-acknowledgedEnd:
 					return nil
 				}
 			}
@@ -261,12 +262,12 @@ func (s *execStream) run() error {
 	}
 }
 
-// receive takes input, sizes and signals; the half-close after the end is the thanks.
+// receive takes input, sizes and signals; the half-close after the end acknowledges it.
 func (s *execStream) receive() error {
 	for {
 		request, err := s.stream.Recv()
 		if errors.Is(err, io.EOF) && s.ended.Load() {
-			s.command.change(func() { s.command.thanks++ })
+			s.command.change(func() { s.command.ends++ })
 			return nil
 		}
 		if err != nil {
@@ -288,7 +289,7 @@ func (s *execStream) receive() error {
 	}
 }
 
-// sendOutput sends all there is, in pieces of any size, and tells of what was dropped.
+// sendOutput sends all there is, in chunks of any size, and reports what was dropped.
 func (s *execStream) sendOutput() error {
 	return sendOutput(s.command, &s.offsets, []berthv1.Stream{berthv1.Stream_STREAM_STDOUT, berthv1.Stream_STREAM_STDERR},
 		func(chunk *berthv1.OutputChunk, gap *berthv1.OutputGap) error {
@@ -392,7 +393,7 @@ func (b *broker) WriteJobInput(ctx context.Context, r *berthv1.WriteJobInputRequ
 	if c == nil {
 		return nil, failure(codes.NotFound, "JOB_NOT_FOUND", nil)
 	}
-	next, err := c.input(&berthv1.ExecInput{Offset: r.GetOffset(), Data: r.GetData(), Eof: r.GetEof()}, ctx.Done())
+	next, err := c.input(&berthv1.ExecInput{Position: &berthv1.ExecInput_Offset{Offset: r.GetOffset()}, Data: r.GetData(), Eof: r.GetEof()}, ctx.Done())
 	return &berthv1.WriteJobInputResponse{NextOffset: next}, err
 }
 
@@ -400,8 +401,8 @@ func (b *broker) WriteJobInput(ctx context.Context, r *berthv1.WriteJobInputRequ
 // is left.
 type brittle struct {
 	net.Listener
-	most int64         // bytes; a connection bears fewer
-	left *atomic.Int64 // connections
+	limit int64         // bytes; a connection bears fewer
+	left  *atomic.Int64 // connections
 }
 
 func (l brittle) Accept() (net.Conn, error) {
@@ -410,8 +411,8 @@ func (l brittle) Accept() (net.Conn, error) {
 		return conn, err
 	}
 	c := &brittleConn{Conn: conn}
-	c.in.Store(rand.Int64N(l.most))
-	c.out.Store(rand.Int64N(l.most))
+	c.in.Store(rand.Int64N(l.limit))
+	c.out.Store(rand.Int64N(l.limit))
 	return c, nil
 }
 

@@ -63,7 +63,7 @@ func TestBothWaysAreExactOverBrokenConnections(t *testing.T) {
 			var left atomic.Int64
 			left.Store(8)
 			b.listen = func(listener net.Listener) net.Listener {
-				return brittle{Listener: listener, most: 600 << 10, left: &left}
+				return brittle{Listener: listener, limit: 600 << 10, left: &left}
 			}
 			b.start()
 			stdin, stdout, stderr := randomBytes(1<<20), randomBytes(1<<20), randomBytes(64<<10)
@@ -135,14 +135,14 @@ func TestACommandWithoutARequestIDIsExactToo(t *testing.T) {
 	}
 }
 
-func TestTheEndIsThanked(t *testing.T) {
+func TestTheEndIsAcknowledged(t *testing.T) {
 	b := newBroker(t)
 	var story sync.WaitGroup
 	story.Go(func() { b.awaitCommand(1).exit(3) })
 	job, err := b.dial().Exec(testContext(t), "sb_1", &berthv1.JobSpec{Shell: "x"}, client.ExecIO{})
 	story.Wait()
-	if err != nil || job.GetOutcome().GetExitCode() != 3 || b.commands[0].thanks != 1 {
-		t.Errorf("job %v, err %v, %d thanks", job, err, b.commands[0].thanks)
+	if err != nil || job.GetOutcome().GetExitCode() != 3 || b.commands[0].ends != 1 {
+		t.Errorf("job %v, err %v, %d acknowledgements", job, err, b.commands[0].ends)
 	}
 	if b.commands[0].spec.GetStdin() != nil {
 		t.Error("stdin was opened")
@@ -229,7 +229,7 @@ func TestAStartThatWasLost(t *testing.T) {
 	t.Run("never left where no broker is", func(t *testing.T) {
 		b := newBroker(t)
 		b.kill()
-		_, err := b.dial(client.WithPatience(time.Minute, 200*time.Millisecond)).Exec(testContext(t), "sb_1", nil, client.ExecIO{})
+		_, err := b.dial(client.WithRetryTimeout(time.Minute, 200*time.Millisecond)).Exec(testContext(t), "sb_1", nil, client.ExecIO{})
 		var gone *client.UnreachableError
 		var unknown *client.UnknownStartError
 		if !errors.As(err, &gone) || errors.As(err, &unknown) {
@@ -340,7 +340,7 @@ func TestSizesAndSignalsArrive(t *testing.T) {
 			}
 			<-changed
 		}
-		b.kill() // the size is told anew, the signal is not
+		b.kill() // the size is sent again, the signal is not
 		b.start()
 		for {
 			c.mu.Lock()
@@ -382,8 +382,33 @@ func TestAttachGoesOnBehindWhatIsThere(t *testing.T) {
 	if err != nil || got.String() != "after" || string(c.taken) != "one two" {
 		t.Errorf("got %q, input %q, err %v", got.String(), c.taken, err)
 	}
-	if _, err := b.dial().Attach(testContext(t), "job_none", 0, 0, client.ExecIO{}); !client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND) {
+	if _, err := b.dial().Attach(testContext(t), "job_none", 0, 0, client.ExecIO{Stdin: strings.NewReader("")}); !client.Is(err, berthv1.Reason_REASON_JOB_NOT_FOUND) {
 		t.Errorf("a job that is none: %v", err)
+	}
+}
+
+func TestAttachWithoutInputTakesNothingFromWhoHasIt(t *testing.T) {
+	b := newBroker(t)
+	c := b.beginCommand(&berthv1.ExecStart{SandboxId: "sb_1"})
+	c.write(berthv1.Stream_STREAM_STDOUT, []byte("before, during, "))
+	c.write(berthv1.Stream_STREAM_STDERR, []byte("warning"))
+	var got, errs bytes.Buffer
+	started := make(chan struct{})
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-started
+		b.kill()
+		c.write(berthv1.Stream_STREAM_STDOUT, []byte("after"))
+		b.start()
+		c.exit(3)
+	})
+	job, err := b.dial().Attach(testContext(t), c.id, 8, 0, client.ExecIO{Stdout: &got, Stderr: &errs, Started: func(*berthv1.Job) { close(started) }})
+	story.Wait()
+	if err != nil || job.GetOutcome().GetExitCode() != 3 || got.String() != "during, after" || errs.String() != "warning" {
+		t.Errorf("got %q and %q, job %v, err %v", got.String(), errs.String(), job, err)
+	}
+	if attaches := b.attaches.Load(); attaches != 0 {
+		t.Errorf("it attached %d times, which takes the input", attaches)
 	}
 }
 
@@ -417,7 +442,7 @@ func TestFollowedOutputIsExactOverBrokenConnections(t *testing.T) {
 			var left atomic.Int64
 			left.Store(6)
 			b.listen = func(listener net.Listener) net.Listener {
-				return brittle{Listener: listener, most: 400 << 10, left: &left}
+				return brittle{Listener: listener, limit: 400 << 10, left: &left}
 			}
 			b.start()
 			c := b.beginCommand(&berthv1.ExecStart{SandboxId: "sb_1"})

@@ -47,9 +47,9 @@ func TestWaitJobGoesOnWhileTheBrokerRecovers(t *testing.T) {
 	b := newBroker(t)
 	b.job = done(0)
 	for range 4 {
-		b.refuse = append(b.refuse, recovering(10*time.Second)) // beyond the patience of a single call
+		b.refuse = append(b.refuse, recovering(10*time.Second)) // beyond the retry timeout of a single call
 	}
-	c := b.dial(client.WithPatience(time.Second, time.Second))
+	c := b.dial(client.WithRetryTimeout(time.Second, time.Second))
 	if _, err := c.WaitJob(testContext(t), "job_1"); err != nil {
 		t.Error(err)
 	}
@@ -84,7 +84,7 @@ func TestWaitJobEnds(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			b := newBroker(t)
 			test.prepare(b)
-			c := b.dial(client.WithPatience(300*time.Millisecond, 300*time.Millisecond))
+			c := b.dial(client.WithRetryTimeout(300*time.Millisecond, 300*time.Millisecond))
 			if job, err := c.WaitJob(testContext(t), "job_1"); !test.check(job, err) {
 				t.Errorf("got %v, %v", job, err)
 			}

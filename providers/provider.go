@@ -19,7 +19,8 @@ type Provider interface {
 	Info(ctx context.Context) (Info, error)
 	// Create makes the machine spec.MachineID run with the guest in it: absent, it is made and
 	// booted; half-made or stopped, it is completed or booted again on its own disk; running, its
-	// handle is returned. Errors: ErrRefused, ErrCapacity, *UnavailableError, and ErrAmbiguous when
+	// handle is returned; suspended, it goes on. A Create that fails or is killed leaves a stopped machine
+	// stopped. Errors: ErrRefused, ErrCapacity, *UnavailableError, and ErrAmbiguous when
 	// it may or may not have happened.
 	Create(ctx context.Context, spec MachineSpec) (Handle, error)
 	// Inspect finds a machine by its id, half-made ones included. ErrNotFound is a real answer: the
@@ -190,13 +191,14 @@ type Option struct {
 var (
 	ErrNotFound  = errors.New("no such machine")                      // the provider was asked and does not have it
 	ErrRefused   = errors.New("refused by the provider")              // definite: nothing was made, a retry won't help
-	ErrCapacity  = errors.New("the provider has no room")             // definite: nothing was made, a retry may help later
+	ErrCapacity  = errors.New("the provider has no capacity left")    // definite: nothing was made, a retry may help later
 	ErrAmbiguous = errors.New("may or may not have happened")         // probe before anything else
 	ErrNoImage   = fmt.Errorf("no such image: %w", ErrRefused)        // a kind of ErrRefused
 	ErrNoTool    = fmt.Errorf("a program is missing: %w", ErrRefused) // a kind of ErrRefused
 )
 
-// UnavailableError says that the provider does not answer now; nothing was made.
+// UnavailableError says that the provider does not answer now. Nothing was booted; what an earlier step made
+// is found half-made, and a later Create completes it.
 type UnavailableError struct {
 	RetryAfter time.Duration // zero: not known
 	Cause      error

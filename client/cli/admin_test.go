@@ -15,10 +15,13 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/client/cli/broker"
+	"github.com/berth-sandbox/berth/client/cli/command"
+	"github.com/berth-sandbox/berth/client/cli/usage"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-func (b *broker) Fsck(_ context.Context, r *berthv1.FsckRequest) (*berthv1.FsckResponse, error) {
+func (b *fakeBroker) Fsck(_ context.Context, r *berthv1.FsckRequest) (*berthv1.FsckResponse, error) {
 	b.mu.Lock()
 	leftOut := b.leftOut
 	b.mu.Unlock()
@@ -48,7 +51,7 @@ func backup(compact bool) []byte {
 	return exactBytes()
 }
 
-func (b *broker) Backup(r *berthv1.BackupRequest, stream grpc.ServerStreamingServer[berthv1.BackupResponse]) error {
+func (b *fakeBroker) Backup(r *berthv1.BackupRequest, stream grpc.ServerStreamingServer[berthv1.BackupResponse]) error {
 	b.mu.Lock()
 	spoil := b.spoil
 	b.mu.Unlock()
@@ -73,7 +76,7 @@ func (b *broker) Backup(r *berthv1.BackupRequest, stream grpc.ServerStreamingSer
 func TestABackupIsTheLedgersBytesInAFileOfItsOwn(t *testing.T) {
 	b := newBroker(t)
 	path := filepath.Join(t.TempDir(), "ledger.backup")
-	if err := os.WriteFile(path+partialSuffix, []byte("of an earlier one"), 0o644); err != nil {
+	if err := os.WriteFile(path+broker.PartialSuffix, []byte("of an earlier one"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	sum := sha256.Sum256(backup(false))
@@ -88,7 +91,7 @@ func TestABackupIsTheLedgersBytesInAFileOfItsOwn(t *testing.T) {
 		code int
 		want []byte
 	}{
-		{"a file that is there stays", []string{"backup", "--compact", path}, exitUsage, backup(false)},
+		{"a file that is there stays", []string{"backup", "--compact", path}, usage.ExitUsage, backup(false)},
 		{"unless it is to be replaced", []string{"backup", "--compact", "--force", path}, 0, backup(true)},
 	} {
 		s := b.shell()
@@ -116,7 +119,7 @@ func wantBackup(t *testing.T, path string, want []byte) {
 	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("its mode is %v (%v)", info.Mode(), err)
 	}
-	if _, err := os.Stat(path + partialSuffix); !os.IsNotExist(err) {
+	if _, err := os.Stat(path + broker.PartialSuffix); !os.IsNotExist(err) {
 		t.Errorf("a part of it is left (%v)", err)
 	}
 }
@@ -131,12 +134,12 @@ func TestABackupThatIsNotWholeIsNone(t *testing.T) {
 				t.Fatal(err)
 			}
 			s := b.shell()
-			if code := s.run(t, "backup", "--force", path); code != exitFailure || !strings.Contains(s.stderr.String(), "not whole") {
+			if code := s.run(t, "backup", "--force", path); code != usage.ExitFailure || !strings.Contains(s.stderr.String(), "not whole") {
 				t.Errorf("exit %d: %s", code, s.stderr.String())
 			}
 			wantBackup(t, path, []byte("the one before"))
 			s = b.shell()
-			if code := s.run(t, "backup", "-"); code != exitFailure {
+			if code := s.run(t, "backup", "-"); code != usage.ExitFailure {
 				t.Errorf("to stdout: exit %d: %s", code, s.stderr.String())
 			}
 		})
@@ -144,7 +147,7 @@ func TestABackupThatIsNotWholeIsNone(t *testing.T) {
 }
 
 func TestACheckThatLeavesNothingExitsWithZero(t *testing.T) {
-	mended := &berthv1.FsckFinding{Kind: "k", Repaired: true}
+	repaired := &berthv1.FsckFinding{Kind: "k", Repaired: true}
 	for _, test := range []struct {
 		name   string
 		reply  *berthv1.FsckResponse
@@ -152,21 +155,21 @@ func TestACheckThatLeavesNothingExitsWithZero(t *testing.T) {
 		remain int
 		words  string
 	}{
-		{"most were mended, and some of both are not listed", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, mended}, LeftOut: 7, Repaired: 6, Remaining: 3}, true, 3,
-			"9 findings, 7 of them not listed: 6 mended, 3 remain; looked at "},
+		{"most were repaired, and some of both are not listed", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, repaired}, LeftOut: 7, Repaired: 6, Remaining: 3}, true, 3,
+			"9 findings, 7 of them not listed: 6 repaired, 3 remain; looked at "},
 		{"a broker counts what it does not list", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k", Repairable: true}}, LeftOut: 3, Remaining: 4, Repairable: 2}, false, 4,
-			"4 findings, 3 of them not listed: `berth fsck --repair` would mend 2; looked at "},
-		{"an older broker counts only what it lists", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, mended}, LeftOut: 3}, true, 1,
-			"5 findings, 3 of them not listed: at least 1 mended, at least 1 remain; looked at "},
+			"4 findings, 3 of them not listed: `berth fsck --repair` would repair 2; looked at "},
+		{"an older broker counts only what it lists", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k"}, repaired}, LeftOut: 3}, true, 1,
+			"5 findings, 3 of them not listed: at least 1 repaired, at least 1 remain; looked at "},
 		{"nothing was wrong", &berthv1.FsckResponse{Jobs: 2}, false, 0, "nothing is wrong: looked at 0 sandboxes, 0 machines, 2 jobs, 0 request ids"},
-		{"all was mended", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{mended, mended}}, true, 0, "2 findings: 2 mended, 0 remain; looked at "},
+		{"all was repaired", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{repaired, repaired}}, true, 0, "2 findings: 2 repaired, 0 remain; looked at "},
 		{"some are not listed", &berthv1.FsckResponse{Findings: []*berthv1.FsckFinding{{Kind: "k", Repairable: true}}, LeftOut: 3}, false, 1,
-			"4 findings, 3 of them not listed: `berth fsck --repair` would mend at least 1; looked at "},
+			"4 findings, 3 of them not listed: `berth fsck --repair` would repair at least 1; looked at "},
 	} {
-		if got := totalsOf(test.reply).remain; got != test.remain {
+		if got := broker.TotalsOf(test.reply).Remain; got != test.remain {
 			t.Errorf("%s: %d remain", test.name, got)
 		}
-		if got := summaryOf(proto.CloneOf(test.reply), test.repair); !strings.HasPrefix(got, test.words) {
+		if got := broker.SummaryOf(proto.CloneOf(test.reply), test.repair); !strings.HasPrefix(got, test.words) {
 			t.Errorf("%s: %q", test.name, got)
 		}
 	}
@@ -176,12 +179,12 @@ func TestFindingsThatAreNotListedAreSaidInEveryFormat(t *testing.T) {
 	b := newBroker(t)
 	b.leftOut = 5
 	for _, test := range []struct{ format, stdout, stderr string }{
-		{outputTable, "8 findings, 5 of them not listed", ""},
-		{outputID, "docker\n", "berth: fsck: 5 findings are not listed"},
-		{outputJSON, `"subject":"docker"`, "berth: fsck: 5 findings are not listed"},
+		{command.OutputTable, "8 findings, 5 of them not listed", ""},
+		{command.OutputID, "docker\n", "berth: fsck: 5 findings are not listed"},
+		{command.OutputJSON, `"subject":"docker"`, "berth: fsck: 5 findings are not listed"},
 	} {
 		s := b.shell()
-		if code := s.run(t, "fsck", "-o", test.format); code != exitFailure {
+		if code := s.run(t, "fsck", "-o", test.format); code != usage.ExitFailure {
 			t.Errorf("-o %s: exit %d", test.format, code)
 		}
 		if !strings.Contains(s.stdout.String(), test.stdout) || !strings.HasPrefix(s.stderr.String(), test.stderr) || test.stderr == "" && s.stderr.String() != "" {
@@ -200,7 +203,7 @@ func TestABackupThatCannotBeToldOfIsThere(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ledger.backup")
 	s := b.shell()
 	s.stdoutTo = unwritable
-	if code := s.run(t, "backup", path); code != exitFailure || !strings.Contains(s.stderr.String(), "write ") || strings.Contains(s.stderr.String(), "no such file") {
+	if code := s.run(t, "backup", path); code != usage.ExitFailure || !strings.Contains(s.stderr.String(), "write ") || strings.Contains(s.stderr.String(), "no such file") {
 		t.Errorf("exit %d: %s", code, s.stderr.String())
 	}
 	wantBackup(t, path, backup(false))

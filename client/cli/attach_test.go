@@ -9,13 +9,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/berth-sandbox/berth/client/cli/usage"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
 // until waits for something of the broker's to be so.
-func (b *broker) until(t *testing.T, what string, isSo func() bool) {
+func (b *fakeBroker) until(t *testing.T, what string, isSo func() bool) {
 	t.Helper()
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(30 * time.Second)
 	for {
 		b.mu.Lock()
 		so, changed := isSo(), b.changed
@@ -26,7 +27,7 @@ func (b *broker) until(t *testing.T, what string, isSo func() bool) {
 		select {
 		case <-changed:
 		case <-deadline:
-			t.Errorf("after 10 s: %s: not so", what)
+			t.Errorf("after 30 s: %s: not so", what)
 			return
 		}
 	}
@@ -72,7 +73,7 @@ func TestInterruptsOfAnAttachedCommand(t *testing.T) {
 		},
 		{
 			"the first leaves a command with a request id", []string{"exec", "--request-id", "x", sbLive, "--", "hang"},
-			[]os.Signal{syscall.SIGTERM}, 143, "berth: exec: interrupted: the command goes on, and the same --request-id joins it\n",
+			[]os.Signal{syscall.SIGTERM}, 143, "berth: exec: interrupted: the command continues in the background; the same --request-id joins it\n",
 			func(c *liveCommand) bool { return len(c.signals) == 0 && c.grace == nil },
 		},
 	} {
@@ -126,7 +127,7 @@ func TestADeadlineKillsAnAttachedCommand(t *testing.T) {
 	b := newBroker(t)
 	s := b.shell()
 	code := s.run(t, "exec", "--deadline", "1s", sbLive, "--", "deaf")
-	if code != exitBroker || s.stderr.String() != "berth: exec: the --deadline of 1s passed: the command is killed\n" {
+	if code != usage.ExitBroker || s.stderr.String() != "berth: exec: the --deadline of 1s passed: the command is killed\n" {
 		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
 	}
 	if b.live.grace == nil {
@@ -201,12 +202,13 @@ func TestAttachAndInput(t *testing.T) {
 	if code := s.run(t, "input", id); code != 0 {
 		t.Fatalf("input: exit %d, stderr %q", code, s.stderr.String())
 	}
-	b.change(func() { b.live.job.Stdout = &berthv1.OutputFacts{TotalBytes: 4} })
+	b.change(func() { b.live.job.Stdout = &berthv1.OutputStats{TotalBytes: 4} })
 	s = b.shell()
 	s.stdin = strings.NewReader("two")
 	if code := s.run(t, "attach", "-i", id); code != 0 || s.stdout.String() != "two" || string(b.live.taken) != "one two" {
 		t.Errorf("attach: exit %d, stdout %q, stderr %q, input %q", code, s.stdout.String(), s.stderr.String(), b.live.taken)
 	}
+	b.change(func() { b.output[id] = [2][]byte{[]byte("one two"), nil} })
 	s = b.shell()
 	if code := s.run(t, "attach", "--from-start", id); code != 0 || s.stdout.String() != "one two" {
 		t.Errorf("attach from the start: exit %d, stdout %q, stderr %q", code, s.stdout.String(), s.stderr.String())

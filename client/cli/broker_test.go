@@ -41,9 +41,9 @@ const (
 	jobBytes  = "job_01KBA1DDDD7Q5N3W8D4M1E8CC1"
 )
 
-// broker is a broker in memory with a fixed ledger. What a command does is told by its first word.
+// fakeBroker is a broker in memory with a fixed ledger. What a command does is chosen by its first word.
 // It can be killed and started again on the same socket.
-type broker struct {
+type fakeBroker struct {
 	berthv1.UnimplementedSandboxServiceServer
 	berthv1.UnimplementedJobServiceServer
 	berthv1.UnimplementedProviderServiceServer
@@ -66,13 +66,13 @@ type broker struct {
 	spoil     string       // what becomes of backups: "" nothing, "cut off" or "changed"
 }
 
-func newBroker(t *testing.T) *broker {
+func newBroker(t *testing.T) *fakeBroker {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "berth") // t.TempDir is too long for a socket with a long test name
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &broker{
+	b := &fakeBroker{
 		t: t, socket: filepath.Join(dir, "d.sock"), changed: make(chan struct{}), entered: make(chan string, 1024),
 		sandboxes: ledgerSandboxes(), jobs: ledgerJobs(),
 		output: map[string][2][]byte{
@@ -100,7 +100,7 @@ func exactBytes() []byte {
 	return all
 }
 
-func (b *broker) start() {
+func (b *fakeBroker) start() {
 	b.t.Helper()
 	listener, err := net.Listen("unix", b.socket)
 	if err != nil {
@@ -114,13 +114,13 @@ func (b *broker) start() {
 	b.served.Go(func() { _ = b.server.Serve(listener) })
 }
 
-func (b *broker) kill() {
+func (b *fakeBroker) kill() {
 	b.server.Stop()
 	b.served.Wait()
 }
 
 // change changes the ledger and wakes the long polls.
-func (b *broker) change(how func()) {
+func (b *fakeBroker) change(how func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	how()
@@ -128,7 +128,7 @@ func (b *broker) change(how func()) {
 	b.changed = make(chan struct{})
 }
 
-func (b *broker) note(request proto.Message) {
+func (b *fakeBroker) note(request proto.Message) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.last = proto.Clone(request)
@@ -167,18 +167,18 @@ func ledgerJobs() []*berthv1.Job {
 		{
 			Id: jobRuns, SandboxId: sbLive, State: berthv1.JobState_JOB_STATE_RUNNING, Detached: true,
 			Spec:       &berthv1.JobSpec{Shell: "make test\n| tee \x1b[31mlog"},
-			CreateTime: ago(2 * time.Minute), StartTime: ago(2 * time.Minute), Stdout: &berthv1.OutputFacts{TotalBytes: 8},
+			CreateTime: ago(2 * time.Minute), StartTime: ago(2 * time.Minute), Stdout: &berthv1.OutputStats{TotalBytes: 8},
 		},
 		{
 			Id: jobDone, SandboxId: sbLive, State: berthv1.JobState_JOB_STATE_DONE, Detached: true,
 			Spec:    &berthv1.JobSpec{Argv: []string{"go", "build", "./x y"}},
 			Outcome: exited(3), CreateTime: ago(time.Hour), StartTime: ago(time.Hour), EndTime: ago(time.Hour - 12300*time.Millisecond),
-			Stdout: &berthv1.OutputFacts{TotalBytes: 6, Sealed: true}, Stderr: &berthv1.OutputFacts{TotalBytes: 13, Sealed: true},
+			Stdout: &berthv1.OutputStats{TotalBytes: 6, Sealed: true}, Stderr: &berthv1.OutputStats{TotalBytes: 13, Sealed: true},
 		},
 		{
 			Id: jobLost, SandboxId: sbGone, State: berthv1.JobState_JOB_STATE_DONE, Detached: true, Spec: &berthv1.JobSpec{Argv: []string{"sleep", "1000"}},
 			Outcome:    &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_LOST, Reason: "machine_gone: the container was removed"},
-			CreateTime: ago(85 * time.Hour), Stdout: &berthv1.OutputFacts{}, Stderr: &berthv1.OutputFacts{},
+			CreateTime: ago(85 * time.Hour), Stdout: &berthv1.OutputStats{}, Stderr: &berthv1.OutputStats{},
 		},
 		{
 			Id: jobBytes, SandboxId: sbLive, State: berthv1.JobState_JOB_STATE_DONE, Spec: &berthv1.JobSpec{Argv: []string{"cat"}},
@@ -204,7 +204,7 @@ func failure(code codes.Code, reason, message string, metadata map[string]string
 	return st.Err()
 }
 
-func (b *broker) sandbox(id string) (*berthv1.Sandbox, error) {
+func (b *fakeBroker) sandbox(id string) (*berthv1.Sandbox, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, sandbox := range b.sandboxes {
@@ -215,7 +215,7 @@ func (b *broker) sandbox(id string) (*berthv1.Sandbox, error) {
 	return nil, failure(codes.NotFound, "SANDBOX_NOT_FOUND", "no sandbox "+id, map[string]string{"sandbox_id": id})
 }
 
-func (b *broker) job(id string) (*berthv1.Job, chan struct{}, error) {
+func (b *fakeBroker) job(id string) (*berthv1.Job, chan struct{}, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, job := range b.jobs {
@@ -226,7 +226,7 @@ func (b *broker) job(id string) (*berthv1.Job, chan struct{}, error) {
 	return nil, nil, failure(codes.NotFound, "JOB_NOT_FOUND", "no job "+id, map[string]string{"job_id": id})
 }
 
-func (b *broker) ListSandboxes(_ context.Context, r *berthv1.ListSandboxesRequest) (*berthv1.ListSandboxesResponse, error) {
+func (b *fakeBroker) ListSandboxes(_ context.Context, r *berthv1.ListSandboxesRequest) (*berthv1.ListSandboxesResponse, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var found []*berthv1.Sandbox
@@ -260,12 +260,12 @@ func (b *broker) ListSandboxes(_ context.Context, r *berthv1.ListSandboxesReques
 	return page, nil
 }
 
-func (b *broker) GetSandbox(_ context.Context, r *berthv1.GetSandboxRequest) (*berthv1.GetSandboxResponse, error) {
+func (b *fakeBroker) GetSandbox(_ context.Context, r *berthv1.GetSandboxRequest) (*berthv1.GetSandboxResponse, error) {
 	sandbox, err := b.sandbox(r.GetSandboxId())
 	return &berthv1.GetSandboxResponse{Sandbox: sandbox}, err
 }
 
-func (b *broker) CreateSandbox(ctx context.Context, r *berthv1.CreateSandboxRequest) (*berthv1.CreateSandboxResponse, error) {
+func (b *fakeBroker) CreateSandbox(ctx context.Context, r *berthv1.CreateSandboxRequest) (*berthv1.CreateSandboxResponse, error) {
 	b.note(r)
 	spec := r.GetSpec()
 	switch spec.GetProvider() {
@@ -281,18 +281,20 @@ func (b *broker) CreateSandbox(ctx context.Context, r *berthv1.CreateSandboxRequ
 	case "full":
 		return nil, failure(codes.ResourceExhausted, "QUOTA_EXCEEDED", "10 sandboxes are there, 10 are allowed", nil,
 			&errdetails.RetryInfo{RetryDelay: durationpb.New(30 * time.Second)})
+	case "imageless":
+		return nil, failure(codes.FailedPrecondition, "IMAGE_NOT_FOUND", "image debian:stable-slim is not on the engine, and could not be pulled", nil)
 	case "slow":
 		return nil, b.createSlowly(ctx, spec)
 	}
 	if spec.GetSessionKey() == "issue-42" {
-		return nil, failure(codes.AlreadyExists, "SESSION_KEY_IN_USE", `session key "issue-42" is held by another sandbox`, map[string]string{"sandbox_id": sbLive})
+		return nil, failure(codes.AlreadyExists, "SESSION_KEY_IN_USE", `session key "issue-42" is in use by another sandbox`, map[string]string{"sandbox_id": sbLive})
 	}
 	sandbox, err := b.sandbox(sbLive)
 	return &berthv1.CreateSandboxResponse{Sandbox: sandbox}, err
 }
 
 // createSlowly is a create that never ends, with progress to be seen.
-func (b *broker) createSlowly(ctx context.Context, spec *berthv1.SandboxSpec) error {
+func (b *fakeBroker) createSlowly(ctx context.Context, spec *berthv1.SandboxSpec) error {
 	b.change(func() {
 		b.sandboxes = append(b.sandboxes, &berthv1.Sandbox{
 			Id: "sb_01KBA9ZZZZ7Q5N3W8D4M1E7NEW", Spec: spec, State: berthv1.SandboxState_SANDBOX_STATE_CREATING,
@@ -304,7 +306,7 @@ func (b *broker) createSlowly(ctx context.Context, spec *berthv1.SandboxSpec) er
 	return status.FromContextError(ctx.Err()).Err()
 }
 
-func (b *broker) ResumeSandbox(_ context.Context, r *berthv1.ResumeSandboxRequest) (*berthv1.ResumeSandboxResponse, error) {
+func (b *fakeBroker) ResumeSandbox(_ context.Context, r *berthv1.ResumeSandboxRequest) (*berthv1.ResumeSandboxResponse, error) {
 	b.note(r)
 	sandbox, err := b.sandbox(r.GetSandboxId())
 	if err == nil && sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
@@ -313,7 +315,7 @@ func (b *broker) ResumeSandbox(_ context.Context, r *berthv1.ResumeSandboxReques
 	return &berthv1.ResumeSandboxResponse{Sandbox: sandbox}, err
 }
 
-func (b *broker) SuspendSandbox(_ context.Context, r *berthv1.SuspendSandboxRequest) (*berthv1.SuspendSandboxResponse, error) {
+func (b *fakeBroker) SuspendSandbox(_ context.Context, r *berthv1.SuspendSandboxRequest) (*berthv1.SuspendSandboxResponse, error) {
 	b.note(r)
 	sandbox, err := b.sandbox(r.GetSandboxId())
 	if err == nil && sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
@@ -322,13 +324,13 @@ func (b *broker) SuspendSandbox(_ context.Context, r *berthv1.SuspendSandboxRequ
 	return &berthv1.SuspendSandboxResponse{Sandbox: sandbox}, err
 }
 
-func (b *broker) DestroySandbox(_ context.Context, r *berthv1.DestroySandboxRequest) (*berthv1.DestroySandboxResponse, error) {
+func (b *fakeBroker) DestroySandbox(_ context.Context, r *berthv1.DestroySandboxRequest) (*berthv1.DestroySandboxResponse, error) {
 	b.note(r)
 	sandbox, err := b.sandbox(r.GetSandboxId())
 	return &berthv1.DestroySandboxResponse{Sandbox: sandbox}, err
 }
 
-func (b *broker) runnable(id string) error {
+func (b *fakeBroker) runnable(id string) error {
 	sandbox, err := b.sandbox(id)
 	if err == nil && sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_RUNNING {
 		state := strings.TrimPrefix(sandbox.GetState().String(), "SANDBOX_STATE_")
@@ -356,7 +358,7 @@ var outcomes = map[string]*berthv1.Outcome{
 	"daemon":  {Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(0), Survivors: []uint32{17, 19}, OutputStillOpen: true},
 }
 
-func (b *broker) newJob(sandboxID string, spec *berthv1.JobSpec) *berthv1.Job {
+func (b *fakeBroker) newJob(sandboxID string, spec *berthv1.JobSpec) *berthv1.Job {
 	first, _, _ := strings.Cut(spec.GetShell(), " ")
 	if len(spec.GetArgv()) > 0 {
 		first = spec.GetArgv()[0]
@@ -371,7 +373,7 @@ func (b *broker) newJob(sandboxID string, spec *berthv1.JobSpec) *berthv1.Job {
 	return job
 }
 
-func (b *broker) RunCommand(ctx context.Context, r *berthv1.RunCommandRequest) (*berthv1.RunCommandResponse, error) {
+func (b *fakeBroker) RunCommand(ctx context.Context, r *berthv1.RunCommandRequest) (*berthv1.RunCommandResponse, error) {
 	b.note(r)
 	if err := b.runnable(r.GetSandboxId()); err != nil {
 		return nil, err
@@ -399,7 +401,7 @@ func (b *broker) RunCommand(ctx context.Context, r *berthv1.RunCommandRequest) (
 	return reply, nil
 }
 
-// liveCommand is an attached command: it goes on when the broker is killed.
+// liveCommand is an attached command: it continues when the broker is killed.
 type liveCommand struct {
 	job     *berthv1.Job
 	spec    *berthv1.JobSpec
@@ -411,9 +413,9 @@ type liveCommand struct {
 	grace   *durationpb.Duration // of the StopJob that it got
 }
 
-// Exec runs a command that is told by its first word: "cat" and "shell" live on their input, "hang"
+// Exec runs a command that is chosen by its first word: "cat" and "shell" live on their input, "hang"
 // ends by a signal or a stop only, "deaf" by a stop only, "stream" writes without end; the others are over at once.
-func (b *broker) Exec(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
+func (b *fakeBroker) Exec(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
 	first, err := stream.Recv()
 	if err != nil {
 		return err
@@ -491,7 +493,7 @@ func commandOf(spec *berthv1.JobSpec) string {
 	return first
 }
 
-func (b *broker) beginLive(start *berthv1.ExecStart) *liveCommand {
+func (b *fakeBroker) beginLive(start *berthv1.ExecStart) *liveCommand {
 	live := &liveCommand{job: b.newJob(start.GetSandboxId(), start.GetSpec()), spec: start.GetSpec(), taken: start.GetSpec().GetStdin().GetData()}
 	switch commandOf(live.spec) {
 	case "hang", "deaf":
@@ -506,7 +508,7 @@ func (b *broker) beginLive(start *berthv1.ExecStart) *liveCommand {
 }
 
 // sendFixed sends what a command's first word says, in the same stream's order.
-func (b *broker) sendFixed(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
+func (b *fakeBroker) sendFixed(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse]) error {
 	out, err := "", ""
 	b.mu.Lock()
 	command := commandOf(b.live.spec)
@@ -519,14 +521,14 @@ func (b *broker) sendFixed(stream grpc.BidiStreamingServer[berthv1.ExecRequest, 
 	case "big":
 		out = "the head"
 	}
-	for _, piece := range []*berthv1.ExecResponse{
+	for _, chunk := range []*berthv1.ExecResponse{
 		{Message: &berthv1.ExecResponse_Chunk{Chunk: &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDOUT, Data: []byte(out)}}},
 		{Message: &berthv1.ExecResponse_Chunk{Chunk: &berthv1.OutputChunk{Stream: berthv1.Stream_STREAM_STDERR, Data: []byte(err)}}},
 	} {
-		if len(piece.GetChunk().GetData()) == 0 {
+		if len(chunk.GetChunk().GetData()) == 0 {
 			continue
 		}
-		if err := stream.Send(piece); err != nil {
+		if err := stream.Send(chunk); err != nil {
 			return err
 		}
 	}
@@ -541,8 +543,8 @@ func (b *broker) sendFixed(stream grpc.BidiStreamingServer[berthv1.ExecRequest, 
 	return stream.Send(&berthv1.ExecResponse{Message: &berthv1.ExecResponse_Chunk{Chunk: tail}})
 }
 
-// receiveLive takes input and sizes until the caller is gone or has thanked.
-func (b *broker) receiveLive(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse], over chan<- struct{}) {
+// receiveLive takes input and sizes until the caller is gone or has acknowledged the end.
+func (b *fakeBroker) receiveLive(stream grpc.BidiStreamingServer[berthv1.ExecRequest, berthv1.ExecResponse], over chan<- struct{}) {
 	defer close(over)
 	for {
 		request, err := stream.Recv()
@@ -561,7 +563,7 @@ func (b *broker) receiveLive(stream grpc.BidiStreamingServer[berthv1.ExecRequest
 }
 
 // takeLive gives a command its input: cat says it again, and a shell does what it says.
-func (b *broker) takeLive(input *berthv1.ExecInput) {
+func (b *fakeBroker) takeLive(input *berthv1.ExecInput) {
 	live := b.live
 	if at := uint64(len(live.taken)); input.GetOffset() <= at && input.GetOffset()+uint64(len(input.GetData())) >= at {
 		fresh := input.GetData()[at-input.GetOffset():]
@@ -577,7 +579,7 @@ func (b *broker) takeLive(input *berthv1.ExecInput) {
 	}
 }
 
-func (b *broker) endLive(outcome *berthv1.Outcome) {
+func (b *fakeBroker) endLive(outcome *berthv1.Outcome) {
 	done := proto.Clone(b.live.job).(*berthv1.Job)
 	done.State, done.Outcome = berthv1.JobState_JOB_STATE_DONE, outcome
 	b.live.job = done
@@ -585,7 +587,7 @@ func (b *broker) endLive(outcome *berthv1.Outcome) {
 	b.jobs = append(b.jobs, done)
 }
 
-func (b *broker) SignalJob(_ context.Context, r *berthv1.SignalJobRequest) (*berthv1.SignalJobResponse, error) {
+func (b *fakeBroker) SignalJob(_ context.Context, r *berthv1.SignalJobRequest) (*berthv1.SignalJobResponse, error) {
 	job, _, err := b.job(r.GetJobId())
 	b.note(r)
 	b.change(func() {
@@ -603,21 +605,21 @@ func (b *broker) SignalJob(_ context.Context, r *berthv1.SignalJobRequest) (*ber
 	return &berthv1.SignalJobResponse{Job: job}, err
 }
 
-func (b *broker) WriteJobInput(_ context.Context, r *berthv1.WriteJobInputRequest) (*berthv1.WriteJobInputResponse, error) {
+func (b *fakeBroker) WriteJobInput(_ context.Context, r *berthv1.WriteJobInputRequest) (*berthv1.WriteJobInputResponse, error) {
 	if _, _, err := b.job(r.GetJobId()); err != nil {
 		return nil, err
 	}
 	var taken uint64
 	b.change(func() {
 		if len(r.GetData()) > 0 || r.GetEof() {
-			b.takeLive(&berthv1.ExecInput{Offset: r.GetOffset(), Data: r.GetData(), Eof: r.GetEof()})
+			b.takeLive(&berthv1.ExecInput{Position: &berthv1.ExecInput_Offset{Offset: r.GetOffset()}, Data: r.GetData(), Eof: r.GetEof()})
 		}
 		taken = uint64(len(b.live.taken))
 	})
 	return &berthv1.WriteJobInputResponse{NextOffset: taken}, nil
 }
 
-func (b *broker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {
+func (b *fakeBroker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {
 	b.note(r)
 	if err := b.runnable(r.GetSandboxId()); err != nil {
 		return nil, err
@@ -625,7 +627,7 @@ func (b *broker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berth
 	return &berthv1.StartJobResponse{Job: b.newJob(r.GetSandboxId(), r.GetSpec())}, nil
 }
 
-func (b *broker) StopJob(_ context.Context, r *berthv1.StopJobRequest) (*berthv1.StopJobResponse, error) {
+func (b *fakeBroker) StopJob(_ context.Context, r *berthv1.StopJobRequest) (*berthv1.StopJobResponse, error) {
 	b.note(r)
 	job, _, err := b.job(r.GetJobId())
 	b.change(func() {
@@ -637,7 +639,7 @@ func (b *broker) StopJob(_ context.Context, r *berthv1.StopJobRequest) (*berthv1
 	return &berthv1.StopJobResponse{Job: job}, err
 }
 
-func (b *broker) ListJobs(_ context.Context, r *berthv1.ListJobsRequest) (*berthv1.ListJobsResponse, error) {
+func (b *fakeBroker) ListJobs(_ context.Context, r *berthv1.ListJobsRequest) (*berthv1.ListJobsResponse, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	page := &berthv1.ListJobsResponse{}
@@ -650,7 +652,7 @@ func (b *broker) ListJobs(_ context.Context, r *berthv1.ListJobsRequest) (*berth
 	return page, nil
 }
 
-func (b *broker) PollJob(ctx context.Context, r *berthv1.PollJobRequest) (*berthv1.PollJobResponse, error) {
+func (b *fakeBroker) PollJob(ctx context.Context, r *berthv1.PollJobRequest) (*berthv1.PollJobResponse, error) {
 	timer := time.NewTimer(r.GetWait().AsDuration())
 	defer timer.Stop()
 	if r.GetWait().AsDuration() > time.Second {
@@ -691,7 +693,7 @@ func tail(output []byte) *berthv1.BoundedOutput {
 // droppedBytes is the gap in every stream that is longer than itself.
 var droppedBytes = [2]uint64{1 << 20, 1<<20 + 4096}
 
-func (b *broker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequest) (*berthv1.ReadJobOutputResponse, error) {
+func (b *fakeBroker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequest) (*berthv1.ReadJobOutputResponse, error) {
 	timer := time.NewTimer(r.GetWait().AsDuration())
 	defer timer.Stop()
 	if r.GetWait() != nil {
@@ -705,7 +707,7 @@ func (b *broker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequ
 		if r.GetOffset() >= droppedBytes[0] && r.GetOffset() < droppedBytes[1] {
 			return nil, failure(codes.OutOfRange, "OUTPUT_EXPIRED", "dropped", map[string]string{"first_kept": fmt.Sprint(droppedBytes[1])})
 		}
-		reply := b.piece(job, r)
+		reply := b.chunk(job, r)
 		if len(reply.GetData()) > 0 || reply.GetEof() {
 			return reply, nil
 		}
@@ -719,7 +721,7 @@ func (b *broker) ReadJobOutput(ctx context.Context, r *berthv1.ReadJobOutputRequ
 	}
 }
 
-func (b *broker) piece(job *berthv1.Job, r *berthv1.ReadJobOutputRequest) *berthv1.ReadJobOutputResponse {
+func (b *fakeBroker) chunk(job *berthv1.Job, r *berthv1.ReadJobOutputRequest) *berthv1.ReadJobOutputResponse {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	output := b.output[job.GetId()][0]
@@ -734,7 +736,7 @@ func (b *broker) piece(job *berthv1.Job, r *berthv1.ReadJobOutputRequest) *berth
 	done := job.GetState() == berthv1.JobState_JOB_STATE_DONE
 	reply := &berthv1.ReadJobOutputResponse{
 		Offset: r.GetOffset(), NextOffset: max(end, r.GetOffset()), Eof: done && end >= total,
-		Facts: &berthv1.OutputFacts{TotalBytes: total, Sealed: done},
+		Stats: &berthv1.OutputStats{TotalBytes: total, Sealed: done},
 	}
 	if r.GetOffset() < end {
 		reply.Data = output[r.GetOffset():end]
@@ -742,7 +744,7 @@ func (b *broker) piece(job *berthv1.Job, r *berthv1.ReadJobOutputRequest) *berth
 	return reply
 }
 
-func (b *broker) ListProviders(context.Context, *berthv1.ListProvidersRequest) (*berthv1.ListProvidersResponse, error) {
+func (b *fakeBroker) ListProviders(context.Context, *berthv1.ListProvidersRequest) (*berthv1.ListProvidersResponse, error) {
 	return &berthv1.ListProvidersResponse{Providers: []*berthv1.Provider{
 		{
 			Name: "local", Isolation: berthv1.Isolation_ISOLATION_NAMESPACE, Healthy: true, IsDefault: true,
@@ -752,7 +754,7 @@ func (b *broker) ListProviders(context.Context, *berthv1.ListProvidersRequest) (
 	}}, nil
 }
 
-func (b *broker) GetInfo(context.Context, *berthv1.GetInfoRequest) (*berthv1.GetInfoResponse, error) {
+func (b *fakeBroker) GetInfo(context.Context, *berthv1.GetInfoRequest) (*berthv1.GetInfoResponse, error) {
 	return &berthv1.GetInfoResponse{
 		Version: "v0.1.0", InstanceId: "01KBA0Z6YR7Q5N3W8D4M1EINST", StartTime: ago(26 * time.Hour), Revision: 1234, SchemaVersion: 1,
 		Sandboxes: map[string]uint32{"RUNNING": 1, "STOPPED": 1}, OpenJobs: 1, LedgerBytes: 64 << 10, OutputBytes: 3<<20 + 512<<10,

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -19,10 +20,11 @@ import (
 	"github.com/spf13/pflag"
 	"go.uber.org/goleak"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/client"
+	"github.com/berth-sandbox/berth/client/cli/command"
+	"github.com/berth-sandbox/berth/client/cli/present"
+	"github.com/berth-sandbox/berth/client/cli/usage"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -50,21 +52,22 @@ func (s *syncBuffer) String() string {
 
 // shell runs command lines in this process against one broker.
 type shell struct {
-	address    string
-	env        map[string]string
-	stdin      io.Reader
-	terminal   bool
-	pty        *os.File // the terminal that a person sits at
-	resized    chan os.Signal
-	stdoutTo   io.Writer     // nil: stdout
-	patience   time.Duration // with a broker that was reached and is away; zero: 10 s
-	interrupts chan os.Signal
-	exited     chan int
-	stdout     syncBuffer
-	stderr     syncBuffer
+	address      string
+	env          map[string]string
+	stdin        io.Reader
+	terminal     bool
+	pty          *os.File // the terminal that a person sits at
+	resized      chan os.Signal
+	continued    chan os.Signal
+	stdoutTo     io.Writer     // nil: stdout
+	retryTimeout time.Duration // with a broker that was reached and is away; zero: 10 s
+	interrupts   chan os.Signal
+	exited       chan int
+	stdout       syncBuffer
+	stderr       syncBuffer
 }
 
-func (b *broker) shell() *shell { return &shell{address: "unix://" + b.socket} }
+func (b *fakeBroker) shell() *shell { return &shell{address: "unix://" + b.socket} }
 
 func (s *shell) run(t *testing.T, args ...string) int {
 	t.Helper()
@@ -73,16 +76,16 @@ func (s *shell) run(t *testing.T, args ...string) int {
 	if s.stdin == nil {
 		s.stdin = strings.NewReader("")
 	}
-	patience := 10 * time.Second
-	if s.patience > 0 {
-		patience = s.patience
+	retryTimeout := 10 * time.Second
+	if s.retryTimeout > 0 {
+		retryTimeout = s.retryTimeout
 	}
 	var stdout io.Writer = &s.stdout
 	if s.stdoutTo != nil {
 		stdout = s.stdoutTo
 	}
-	return Run(ctx, Process{
-		Args: args, Terminal: s.pty, Resized: s.resized,
+	return Run(ctx, command.Process{
+		Args: args, Terminal: s.pty, Resized: s.resized, Continued: s.continued,
 		LookupEnv: func(key string) (string, bool) {
 			if key == client.AddressVariable {
 				return s.address, true
@@ -94,14 +97,14 @@ func (s *shell) run(t *testing.T, args ...string) int {
 		StdoutTerminal: s.terminal, StderrTerminal: s.terminal, StdinTerminal: s.terminal,
 		Interrupts: s.interrupts, Exit: func(code int) { s.exited <- code },
 		Now: func() time.Time { return now }, Version: "v0.1.0-test",
-		ClientOptions: []client.Option{client.WithPatience(patience, 100*time.Millisecond)},
+		ClientOptions: []client.Option{client.WithRetryTimeout(retryTimeout, 100*time.Millisecond)},
 	})
 }
 
 // TestGolden compares whole runs with testdata/<name>.golden: the command line, the exit code, what
 // was asked of the broker, and both streams.
 func TestGolden(t *testing.T) {
-	formats := []string{outputTable, outputJSON, outputID}
+	formats := []string{command.OutputTable, command.OutputJSON, command.OutputID}
 	for _, test := range []struct {
 		name     string
 		args     []string
@@ -122,6 +125,7 @@ func TestGolden(t *testing.T) {
 		{name: "create from a pool with a spec", args: []string{"create", "--pool", "go", "--image", "x"}},
 		{name: "create at an unknown provider", args: []string{"create", "--provider", "nowhere"}},
 		{name: "create with refused fields", args: []string{"create", "--provider", "invalid"}},
+		{name: "create without the default image", args: []string{"create", "--provider", "imageless"}},
 		{name: "create over the quota", args: []string{"create", "--provider", "full"}},
 		{name: "create with a session key in use", args: []string{"create", "--session", "issue-42"}},
 		{name: "create with a bad size", args: []string{"create", "--memory", "2 apples"}},
@@ -309,7 +313,7 @@ func TestGolden(t *testing.T) {
 				fmt.Fprintf(&got, "$ berth %q\n-- exit %d\n", args, code)
 				if test.request {
 					got.WriteString("-- request\n")
-					if err := writeJSON(&got, b.last); err != nil {
+					if err := present.WriteJSON(&got, b.last); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -366,8 +370,8 @@ func TestBytesOfLogsAreExactAndGapsAreTold(t *testing.T) {
 	want := append(append([]byte{}, all[:droppedBytes[0]]...), all[droppedBytes[1]:]...)
 	for _, args := range [][]string{{"logs", jobBytes}, {"logs", "-f", jobBytes}} {
 		s := b.shell()
-		if code := s.run(t, args...); code != 0 {
-			t.Fatalf("%v: exit %d", args, code)
+		if code := s.run(t, args...); code != usage.ExitFailure {
+			t.Fatalf("%v: exit %d although bytes are missing", args, code)
 		}
 		if s.stdout.String() != string(want) {
 			t.Errorf("%v: stdout differs: %d bytes, want %d", args, len(s.stdout.String()), len(want))
@@ -388,8 +392,8 @@ func TestStdinIsPassedOnWhole(t *testing.T) {
 		t.Errorf("exit %d, %d bytes came back: %s", code, len(s.stdout.String()), s.stderr.String())
 	}
 	s = b.shell()
-	s.stdin = bytes.NewReader(exactBytes()[:maxStdin+1])
-	if code := s.run(t, "exec", "-i", "-o", "json", sbLive, "--", "cat"); code != exitUsage || !strings.Contains(s.stderr.String(), "over 1 MiB") {
+	s.stdin = bytes.NewReader(exactBytes()[:1<<20+1])
+	if code := s.run(t, "exec", "-i", "-o", "json", sbLive, "--", "cat"); code != usage.ExitUsage || !strings.Contains(s.stderr.String(), "over 1 MiB") {
 		t.Errorf("exit %d: %s", code, s.stderr.String())
 	}
 }
@@ -414,6 +418,33 @@ func TestWaitOutlastsAKilledBroker(t *testing.T) {
 	story.Wait()
 	if code != 5 || s.stdout.String() != jobRuns+" exited 5\n" {
 		t.Errorf("exit %d, stdout %q, stderr %q", code, s.stdout.String(), s.stderr.String())
+	}
+}
+
+func TestWaitWaitsForABrokerThatIsAwayForLong(t *testing.T) {
+	b := newBroker(t)
+	s := b.shell()
+	s.retryTimeout = 100 * time.Millisecond
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		b.kill()
+		for !strings.Contains(s.stderr.String(), "being reached again") && t.Context().Err() == nil {
+			time.Sleep(10 * time.Millisecond)
+		}
+		b.change(func() {
+			for _, job := range b.jobs {
+				if job.GetId() == jobRuns {
+					job.State, job.Outcome = berthv1.JobState_JOB_STATE_DONE, exited(3)
+				}
+			}
+		})
+		b.start()
+	})
+	code := s.run(t, "wait", jobRuns)
+	story.Wait()
+	if code != 3 || strings.Count(s.stderr.String(), "being reached again") != 1 {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
 	}
 }
 
@@ -456,11 +487,11 @@ func TestAnAbsentBrokerIsSaidInWords(t *testing.T) {
 		args []string
 		code int
 	}{
-		{[]string{"ls"}, exitFailure},
-		{[]string{"get", "7QK2"}, exitFailure},
-		{[]string{"exec", sbLive, "--", "true"}, exitBroker},
-		{[]string{"wait", jobDone}, exitBroker},
-		{[]string{"logs", "-f", jobDone}, exitFailure},
+		{[]string{"ls"}, usage.ExitFailure},
+		{[]string{"get", "7QK2"}, usage.ExitFailure},
+		{[]string{"exec", sbLive, "--", "true"}, usage.ExitBroker},
+		{[]string{"wait", jobDone}, usage.ExitBroker},
+		{[]string{"logs", "-f", jobDone}, usage.ExitFailure},
 	} {
 		s := b.shell()
 		if code := s.run(t, test.args...); code != test.code || s.stderr.String() != want {
@@ -485,15 +516,15 @@ func TestTheFirstInterruptCancelsAndSaysWhatBecomesOfIt(t *testing.T) {
 	}{
 		{
 			"a create", []string{"create", "--provider", "slow", "--request-id", "mine"}, os.Interrupt, 1, 130,
-			"berth: create: interrupted: the operation goes on in the broker: join it with the same command and --request-id mine, find it with `berth ls`, or destroy it with `berth rm sb_01KBA9ZZZZ7Q5N3W8D4M1E7NEW`\n",
+			"berth: create: interrupted: the operation continues in the background: join it with the same command and --request-id mine, find it with `berth ls`, or destroy it with `berth rm sb_01KBA9ZZZZ7Q5N3W8D4M1E7NEW`\n",
 		},
 		{"a command as json", []string{"exec", "-o", "json", sbLive, "--", "hang"}, os.Interrupt, 1, 130, "berth: exec: interrupted: the command is killed\n"},
 		{
 			"a command with a request id", []string{"exec", "--request-id", "x", sbLive, "--", "hang"}, syscall.SIGTERM, 1, 143,
-			"berth: exec: interrupted: the command goes on, and the same --request-id joins it\n",
+			"berth: exec: interrupted: the command continues in the background; the same --request-id joins it\n",
 		},
-		{"a wait", []string{"wait", jobRuns}, os.Interrupt, 1, 130, "berth: wait: interrupted: the job goes on\n"},
-		{"logs", []string{"logs", "-f", jobRuns}, os.Interrupt, 2, 130, "berth: logs: interrupted: the job goes on\n"},
+		{"a wait", []string{"wait", jobRuns}, os.Interrupt, 1, 130, "berth: wait: interrupted: the job continues in the background\n"},
+		{"logs", []string{"logs", "-f", jobRuns}, os.Interrupt, 2, 130, "berth: logs: interrupted: the job continues in the background\n"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b := newBroker(t)
@@ -539,7 +570,7 @@ func TestTheSecondInterruptExitsAtOnce(t *testing.T) {
 func TestACreatesDeadlineSaysThatTheOperationGoesOn(t *testing.T) {
 	s := newBroker(t).shell()
 	code := s.run(t, "create", "--provider", "slow", "--request-id", "mine", "--deadline", "200ms")
-	if code != exitFailure || !strings.HasPrefix(s.stderr.String(), "berth: create: the --deadline of 200ms passed: the operation goes on in the broker: join it") {
+	if code != usage.ExitFailure || !strings.HasPrefix(s.stderr.String(), "berth: create: the --deadline of 200ms passed: the operation continues in the background: join it") {
 		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
 	}
 }
@@ -602,7 +633,7 @@ func TestCompletion(t *testing.T) {
 		s := &shell{address: "unix:///nowhere/d.sock"}
 		begun := time.Now()
 		s.run(t, cobra.ShellCompRequestCmd, "get", "")
-		if got := strings.TrimSpace(s.stdout.String()); got != ":4" || time.Since(begun) > completionTimeout {
+		if got := strings.TrimSpace(s.stdout.String()); got != ":4" || time.Since(begun) > command.CompletionTimeout {
 			t.Errorf("got %q after %v", got, time.Since(begun))
 		}
 	})
@@ -617,8 +648,8 @@ func TestCompletion(t *testing.T) {
 }
 
 func TestEveryCommandIsDocumented(t *testing.T) {
-	p := &program{Process: Process{LookupEnv: os.LookupEnv}}
-	for _, cmd := range p.rootCommand().Commands() {
+	p := &command.Program{Process: command.Process{LookupEnv: os.LookupEnv}}
+	for _, cmd := range rootCommand(p).Commands() {
 		if cmd.Short == "" || cmd.Example == "" || strings.Contains(cmd.Short, "\n") {
 			t.Errorf("%s needs one line and an example", cmd.Name())
 		}
@@ -628,50 +659,25 @@ func TestEveryCommandIsDocumented(t *testing.T) {
 	}
 }
 
-func TestSizes(t *testing.T) {
-	for text, want := range map[string]uint64{
-		"0": 0, "1024": 1024, "1B": 1, "2KiB": 2048, "2k": 2048, "512MiB": 512 << 20, "512M": 512 << 20, "1.5GiB": 3 << 29, "2 G": 2 << 30, "1TiB": 1 << 40, "1t": 1 << 40,
-	} {
-		var size sizeValue
-		if err := size.Set(text); err != nil || uint64(size) != want {
-			t.Errorf("%q: %d, %v", text, size, err)
+func TestOpenJobsAreCountedAlike(t *testing.T) {
+	b := newBroker(t)
+	b.change(func() { // attached, and so not in the sandbox's own count
+		b.jobs = append(b.jobs, &berthv1.Job{Id: "job_01KBA1EEEE7Q5N3W8D4M1E9DD1", SandboxId: sbLive, State: berthv1.JobState_JOB_STATE_RUNNING})
+	})
+	listed := b.shell()
+	if code := listed.run(t, "jobs", sbLive, "--open", "-o", "id"); code != 0 {
+		t.Fatalf("exit %d, stderr %q", code, listed.stderr.String())
+	}
+	want := fmt.Sprint(strings.Count(listed.stdout.String(), "job_"))
+	for args, column := range map[string]string{"get " + sbLive: "Open jobs:", "ls": sbLive} {
+		s := b.shell()
+		if code := s.run(t, strings.Fields(args)...); code != 0 {
+			t.Fatalf("%s: exit %d, stderr %q", args, code, s.stderr.String())
 		}
-	}
-	for _, text := range []string{"", "GiB", "-1", "1GB", "1 apple", "NaN", "1e30", "Inf"} {
-		var size sizeValue
-		if err := size.Set(text); err == nil {
-			t.Errorf("%q was taken as %d", text, size)
-		}
-	}
-}
-
-func TestAges(t *testing.T) {
-	for want, d := range map[string]time.Duration{
-		"0s": 10 * time.Millisecond, "59s": 59 * time.Second, "3m": 3*time.Minute + 59*time.Second, "47h": 47*time.Hour + time.Minute, "2d": 48 * time.Hour,
-	} {
-		if got := roughly(d); got != want {
-			t.Errorf("%v: %s, want %s", d, got, want)
-		}
-	}
-}
-
-func TestHowJobsEndIsSaidOnce(t *testing.T) {
-	seconds := func(s float64) *timestamppb.Timestamp {
-		return timestamppb.New(now.Add(time.Duration(s * float64(time.Second))))
-	}
-	for want, job := range map[string]*berthv1.Job{
-		"timed out after 300ms": {
-			Spec: &berthv1.JobSpec{Timeout: durationpb.New(300 * time.Millisecond)}, Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_TIMED_OUT},
-		},
-		"stopped on request after 303ms":                {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED, Reason: "stop_requested: by StopJob"}},
-		"stopped after 303ms: the caller went away":     {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED, Reason: "disconnected: the caller went away"}},
-		"stopped after 303ms":                           {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_STOPPED}},
-		"exited 3 after 303ms":                          {Outcome: exited(3)},
-		"killed for want of memory after 303ms: 64 MiB": {Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_OOM_KILLED, Reason: "64 MiB"}},
-	} {
-		job.StartTime, job.EndTime = seconds(0), seconds(0.303)
-		if got := endWords(job); got != want {
-			t.Errorf("got %q, want %q", got, want)
+		_, line, _ := strings.Cut(s.stdout.String(), column)
+		line, _, _ = strings.Cut(line, "\n")
+		if !slices.Contains(strings.Fields(line), want) {
+			t.Errorf("%s shows %q, want %s open jobs", args, line, want)
 		}
 	}
 }
@@ -682,7 +688,7 @@ func TestOutputThatWasNotKeptIsSaidToBe(t *testing.T) {
 		for _, job := range b.jobs {
 			if job.GetId() == jobBytes {
 				job.Spec.KeepOutput = proto.Bool(false)
-				job.Stdout = &berthv1.OutputFacts{TotalBytes: 38, DroppedBytes: 38, Sealed: true}
+				job.Stdout = &berthv1.OutputStats{TotalBytes: 38, DroppedBytes: 38, Sealed: true}
 			}
 		}
 	})
@@ -692,7 +698,7 @@ func TestOutputThatWasNotKeptIsSaidToBe(t *testing.T) {
 		t.Errorf("poll: exit %d, stdout %q", code, s.stdout.String())
 	}
 	s = b.shell()
-	if code := s.run(t, "logs", "--stream", "stdout", jobBytes); code != 0 || s.stderr.String() != "berth: logs: bytes 1048576 to 1052672 of stdout were "+words {
+	if code := s.run(t, "logs", "--stream", "stdout", jobBytes); code != usage.ExitFailure || s.stderr.String() != "berth: logs: bytes 1048576 to 1052672 of stdout were "+words {
 		t.Errorf("logs: exit %d, stderr %q", code, s.stderr.String())
 	}
 }
@@ -726,21 +732,8 @@ func TestADirectoryAsRepoIsMadeAbsolute(t *testing.T) {
 func TestAnAddressInTheEnvironmentThatIsNoneIsAUsageError(t *testing.T) {
 	for _, command := range []string{"ls", "version"} {
 		s := &shell{address: "nowhere"}
-		if code := s.run(t, command); code != exitUsage || !strings.Contains(s.stderr.String(), `BERTH_ADDR "nowhere": it must be unix:///path or tcp://host:port`) {
+		if code := s.run(t, command); code != usage.ExitUsage || !strings.Contains(s.stderr.String(), `BERTH_ADDR "nowhere": it must be unix:///path or tcp://host:port`) {
 			t.Errorf("%s: exit %d, stderr %q", command, code, s.stderr.String())
-		}
-	}
-}
-
-func TestRemediesFitWhyTheBrokerCannotBeReached(t *testing.T) {
-	for want, cause := range map[string]error{
-		"you may not use that socket: run this as its owner": &os.SyscallError{Syscall: "connect", Err: syscall.EACCES},
-		"to your broker's own address":                       fmt.Errorf("/tmp/berth-1: %w", client.ErrOthersSocket),
-		"start it with `berthd`":                             &os.SyscallError{Syscall: "connect", Err: syscall.ECONNREFUSED},
-	} {
-		said := (&program{}).explain(&client.UnreachableError{Address: "unix:///d.sock", Cause: cause})
-		if !strings.Contains(said, want) || strings.Count(said, "(") != 1 {
-			t.Errorf("said %q, want %q", said, want)
 		}
 	}
 }
@@ -757,23 +750,5 @@ func TestNoUsageGivesAFlagAFalseType(t *testing.T) {
 			check(sub)
 		}
 	}
-	check((&program{Process: Process{LookupEnv: os.LookupEnv}}).rootCommand())
-}
-
-func TestSpans(t *testing.T) {
-	for text, want := range map[string]time.Duration{"0": 0, "0s": 0, "90s": 90 * time.Second, "1h30m": 90 * time.Minute, "7d": 168 * time.Hour, "1.5d": 36 * time.Hour} {
-		var span spanValue
-		if err := span.Set(text); err != nil || span.span != want {
-			t.Errorf("%q: %v, %v", text, span.span, err)
-		}
-	}
-	for text, want := range map[string]string{
-		"-5s": "out of range", "99999999h": "out of range", "1e30d": "is a number with", "999999999d": "out of range", "": "is a number with",
-		"soon": "is a number with", "5": "is a number with", "-1d": "out of range", "NaNd": "is a number with",
-	} {
-		var span spanValue
-		if err := span.Set(text); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%q: %v, want %q", text, err, want)
-		}
-	}
+	check(rootCommand((&command.Program{Process: command.Process{LookupEnv: os.LookupEnv}})))
 }

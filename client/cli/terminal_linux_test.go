@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/berth-sandbox/berth/client/cli/usage"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -62,9 +63,10 @@ func resize(t *testing.T, terminal *os.File, cols, rows uint16) {
 }
 
 // atTerminal is a shell with a person at it.
-func (b *broker) atTerminal(slave *os.File) *shell {
+func (b *fakeBroker) atTerminal(slave *os.File) *shell {
 	s := b.shell()
 	s.terminal, s.pty, s.stdin, s.resized = true, slave, slave, make(chan os.Signal, 1)
+	s.continued = make(chan os.Signal, 1)
 	s.interrupts, s.exited = make(chan os.Signal, 3), make(chan int, 1)
 	return s
 }
@@ -115,28 +117,58 @@ func TestATerminalIsTheCommands(t *testing.T) {
 	}
 }
 
+func TestATerminalIsRawAgainAfterTheProcessWasStopped(t *testing.T) {
+	b := newBroker(t)
+	master, slave := terminalPair(t)
+	before := settings(t, slave)
+	s := b.atTerminal(slave)
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		b.until(t, "the size arrived", func() bool { return len(b.live.sizes) > 0 })
+		if err := unix.IoctlSetTermios(int(slave.Fd()), unix.TCSETS, &before); err != nil { // as a shell does
+			t.Error(err)
+		}
+		s.continued <- syscall.SIGCONT
+		b.until(t, "the size arrived again", func() bool { return len(b.live.sizes) > 1 })
+		if settings(t, slave).Lflag&(unix.ICANON|unix.ECHO|unix.ISIG) != 0 {
+			t.Error("the terminal is not raw again")
+		}
+		if _, err := master.WriteString("exit\r"); err != nil {
+			t.Error(err)
+		}
+	})
+	if code := s.run(t, "exec", "-it", sbLive, "--", "shell"); code != 7 {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
+	}
+	story.Wait()
+	if settings(t, slave) != before {
+		t.Error("the terminal is not as it was")
+	}
+}
+
 func TestATerminalIsPutBackOnEveryWayOut(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string
-		way  func(*broker, *shell)
+		way  func(*fakeBroker, *shell)
 		out  io.Writer
 		code int
 	}{
-		{"when the broker is gone", []string{"exec", "-it", sbLive, "--", "shell"}, func(b *broker, _ *shell) { b.kill() }, nil, exitBroker},
-		{"when it is killed by signals", []string{"run", "-it", "--", "deaf"}, func(b *broker, s *shell) {
+		{"when the broker is gone", []string{"exec", "-it", sbLive, "--", "shell"}, func(b *fakeBroker, _ *shell) { b.kill() }, nil, usage.ExitBroker},
+		{"when it is killed by signals", []string{"run", "-it", "--", "deaf"}, func(b *fakeBroker, s *shell) {
 			s.awaitOutput(t)
 			s.interrupts <- syscall.SIGTERM
 			b.until(t, "the first arrived", func() bool { return len(b.live.signals) > 0 })
 			s.interrupts <- syscall.SIGTERM
 		}, nil, 143},
-		{"when a hangup ends the command", []string{"exec", "-it", sbLive, "--", "hang"}, func(_ *broker, s *shell) {
+		{"when a hangup ends the command", []string{"exec", "-it", sbLive, "--", "hang"}, func(_ *fakeBroker, s *shell) {
 			s.awaitOutput(t)
 			s.interrupts <- syscall.SIGHUP
 		}, nil, 129},
-		{"when the deadline passes", []string{"exec", "-it", "--deadline", "1s", sbLive, "--", "deaf"}, func(*broker, *shell) {}, nil, exitBroker},
-		{"when nobody reads the output", []string{"exec", "-it", sbLive, "--", "stream"}, func(*broker, *shell) {}, &brokenPipe{left: 20}, 141},
-		{"when a job was attached to", []string{"attach", "-i", "--from-start", "0NEW"}, func(_ *broker, s *shell) {
+		{"when the deadline passes", []string{"exec", "-it", "--deadline", "1s", sbLive, "--", "deaf"}, func(*fakeBroker, *shell) {}, nil, usage.ExitBroker},
+		{"when nobody reads the output", []string{"exec", "-it", sbLive, "--", "stream"}, func(*fakeBroker, *shell) {}, &brokenPipe{left: 20}, 141},
+		{"when a job was attached to", []string{"attach", "-i", "--from-start", "0NEW"}, func(_ *fakeBroker, s *shell) {
 			s.awaitOutput(t)
 			s.interrupts <- syscall.SIGTERM
 		}, nil, 143},
@@ -154,7 +186,7 @@ func TestATerminalIsPutBackOnEveryWayOut(t *testing.T) {
 			_, slave := terminalPair(t)
 			before := settings(t, slave)
 			s := b.atTerminal(slave)
-			s.stdoutTo, s.patience = test.out, 300*time.Millisecond
+			s.stdoutTo, s.retryTimeout = test.out, 300*time.Millisecond
 			var story sync.WaitGroup
 			story.Go(func() {
 				<-b.entered

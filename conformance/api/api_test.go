@@ -13,16 +13,12 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
-
-var programs broker.Programs
 
 // atOnce is how many tests run beside one another unless -parallel says it: most of them wait.
 const atOnce = 6
@@ -32,32 +28,21 @@ func TestMain(m *testing.M) {
 	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
 		_ = parallel.Value.Set(strconv.Itoa(atOnce)) // a number is one
 	}
-	dir, err := os.MkdirTemp("", "berth-api-")
-	if err == nil {
-		programs, err = broker.Build(context.Background(), dir)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
-		_ = os.RemoveAll(dir)
-		os.Exit(code)
-	}))
+	fixture.Main(m)
 }
 
 // world is a broker that runs, and a client of it.
 type world struct {
-	*broker.Broker
+	*fixture.Broker
 	*client.Client
 	ctx context.Context
 }
 
 func start(t *testing.T, args ...string) *world {
 	t.Helper()
-	b := broker.New(t, programs, append(subject.Flags(t), args...)...)
+	b := fixture.NewBroker(t, fixture.Build(t), append(fixture.ProviderFlags(t), args...)...)
 	b.Start(t)
-	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	t.Cleanup(cancel)
 	return &world{Broker: b, Client: b.Client(t), ctx: ctx}
 }
@@ -147,8 +132,8 @@ func wantReason(t *testing.T, err error, reason berthv1.Reason) {
 // repository makes a git repository with one file, a tag and a branch, or names the image's.
 func repository(t *testing.T) string {
 	t.Helper()
-	if subject.OnDocker() {
-		return subject.Repository
+	if fixture.OnDocker() {
+		return fixture.Repository
 	}
 	dir := filepath.Join(t.TempDir(), "repo")
 	for _, args := range [][]string{
@@ -336,7 +321,7 @@ func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
 		"a label's key":                {&berthv1.SandboxSpec{Labels: map[string]string{"a b": ""}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.labels"},
 		"a repository that is absent":  {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: "/no/such/repo"}}}, berthv1.Reason_REASON_WORKSPACE_FAILED, "/no/such/repo"},
 	} {
-		if subject.OnDocker() && slices.Contains([]string{"an image", "memory", "no egress", "a workspace of one's own"}, name) {
+		if fixture.OnDocker() && slices.Contains([]string{"an image", "memory", "no egress", "a workspace of one's own"}, name) {
 			continue // docker can do these
 		}
 		t.Run(name, func(t *testing.T) {
@@ -461,17 +446,25 @@ func TestACommandEndsWithItsCaller(t *testing.T) {
 	t.Parallel()
 	w := start(t)
 	sandbox := w.create(t, nil)
-	ctx, cancel := context.WithTimeout(w.ctx, 500*time.Millisecond)
-	defer cancel()
-	_, err := w.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{
-		SandboxId: sandbox.GetId(), Spec: &berthv1.JobSpec{Shell: "echo $$ > pid; exec sleep 61"},
+	ctx, leave := context.WithCancel(w.ctx)
+	defer leave()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := w.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{
+			SandboxId: sandbox.GetId(), Spec: &berthv1.JobSpec{Shell: "echo $$ > pid; exec sleep 3600"},
+		})
+		ended <- err
+	}()
+	eventually(t, "the command runs", func() bool {
+		return w.run(t, sandbox.GetId(), "test -s pid").GetJob().GetOutcome().GetExitCode() == 0
 	})
-	if err == nil {
-		t.Fatal("a command of a minute returned in half a second")
+	leave()
+	if err := <-ended; err == nil {
+		t.Fatal("a command of an hour returned to a caller that went away")
 	}
 	eventually(t, "the command's record says that it was stopped", func() bool {
 		jobs, err := w.Jobs().ListJobs(w.ctx, &berthv1.ListJobsRequest{SandboxId: sandbox.GetId()})
-		return err == nil && len(jobs.GetJobs()) == 1 && jobs.GetJobs()[0].GetOutcome().GetCause() == berthv1.Cause_CAUSE_STOPPED
+		return err == nil && slices.ContainsFunc(jobs.GetJobs(), func(job *berthv1.Job) bool { return job.GetOutcome().GetCause() == berthv1.Cause_CAUSE_STOPPED })
 	})
 	if got := w.run(t, sandbox.GetId(), "kill -0 $(cat pid) 2>/dev/null && echo alive || echo gone").GetStdout().GetText(); got != "gone\n" {
 		t.Errorf("the command of a caller that went away is %s", got)
@@ -508,7 +501,7 @@ func TestListsPage(t *testing.T) {
 
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); pause(50 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); pause(50 * time.Millisecond) {
 		if holds() {
 			return
 		}

@@ -42,7 +42,7 @@ func TestADetachedJobCanBeFed(t *testing.T) {
 	}
 	job := reply.GetJob().GetId()
 	write := func(offset uint64, data string, eof bool) uint64 {
-		reply, err := w.Jobs().WriteJobInput(w.ctx, &berthv1.WriteJobInputRequest{JobId: job, Offset: offset, Data: []byte(data), Eof: eof})
+		reply, err := w.Jobs().WriteJobInput(w.ctx, &berthv1.WriteJobInputRequest{JobId: job, Position: &berthv1.WriteJobInputRequest_Offset{Offset: offset}, Data: []byte(data), Eof: eof})
 		if err != nil {
 			t.Fatalf("write %q at %d: %v", data, offset, err)
 		}
@@ -119,13 +119,13 @@ func TestACallerThatGoesAwayIsWaitedForAsLongAsItSaid(t *testing.T) {
 	ctx, leave := context.WithCancel(w.ctx)
 	var job string
 	_, err := w.Exec(ctx, sandbox.GetId(), &berthv1.JobSpec{
-		Shell: "echo here; sleep 0.5; echo still here; sleep 1000", DisconnectGrace: durationpb.New(11 * time.Second),
+		Shell: "echo here; sleep 0.5; echo still here; sleep 1000", DisconnectGrace: durationpb.New(25 * time.Second),
 	}, client.ExecIO{Started: func(j *berthv1.Job) { job = j.GetId() }, Stdout: writerFunc(func(p []byte) (int, error) { leave(); return len(p), nil })})
 	if err == nil || job == "" {
 		t.Fatalf("the call ended with %v, and job %q", err, job)
 	}
 	w.restart(t)
-	back, leave := context.WithTimeout(w.ctx, 30*time.Second) // the machine may take a while to be heard from
+	back, leave := context.WithTimeout(w.ctx, time.Minute) // the machine may take a while to be heard from
 	defer leave()
 	var out lockedBuffer
 	_, _ = w.Attach(back, job, 0, 0, client.ExecIO{Stdout: writerFunc(func(p []byte) (int, error) { // it ends with its context
@@ -165,7 +165,7 @@ func TestASuspendedSandboxGoesOnWhereItWas(t *testing.T) {
 		w.destroy(t, sandbox.GetId())
 		return
 	}
-	job := w.start(t, sandbox.GetId(), "for i in 1 2 3 4 5 6 7 8 9 10; do echo $i; sleep 0.1; done; exit 3").GetId()
+	job := w.start(t, sandbox.GetId(), "for i in 1 2 3 4 5 6 7 8 9 10; do echo $i; sleep 0.1; done; while [ ! -e go ]; do sleep 0.1; done; exit 3").GetId()
 	if err := suspend(); err != nil {
 		t.Fatal(err)
 	}
@@ -187,6 +187,7 @@ func TestASuspendedSandboxGoesOnWhereItWas(t *testing.T) {
 	if err != nil || resumed.GetSandbox().GetGeneration() != sandbox.GetGeneration() {
 		t.Fatalf("resumed: %v, %v; want the same generation, for its processes survived", resumed, err)
 	}
+	w.run(t, sandbox.GetId(), "touch go")
 	wantExit(t, w.wait(t, job), 3)
 	if got := w.output(t, job); got != "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n" {
 		t.Errorf("its output is %q", got)

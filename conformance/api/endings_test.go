@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -39,7 +40,7 @@ func timedOut(signal uint32) ending {
 }
 
 func bySignal(signal uint32) *berthv1.WaitStatus {
-	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Signal{Signal: signal}}
+	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Signal{Signal: signal}, SignalName: unix.SignalName(unix.Signal(signal))}
 }
 
 func failed(code int32, reason string) ending {
@@ -117,8 +118,12 @@ func refused(spec *berthv1.JobSpec, field string) func(*testing.T, *ground) {
 		_, attached := g.Exec(g.ctx, g.sandbox, spec, client.ExecIO{})
 		for how, err := range map[string]error{"run": ran, "detached": started, "attached": attached} {
 			wantReason(t, err, berthv1.Reason_REASON_INVALID_FIELD)
-			if violations := client.Violations(err); len(violations) != 1 || violations[0].GetField() != field {
-				t.Errorf("%s: it is refused for %v, want %s: %v", how, violations, field, err)
+			want := field
+			if how == "attached" {
+				want = "start." + field
+			}
+			if violations := client.Violations(err); len(violations) != 1 || violations[0].GetField() != want {
+				t.Errorf("%s: it is refused for %v, want %s: %v", how, violations, want, err)
 			}
 		}
 	}
@@ -173,10 +178,10 @@ func merged(spec *berthv1.JobSpec) *berthv1.JobSpec {
 	return spec
 }
 
-// limited is a command that may take a second, and a little more to end itself: a machine under load
+// limited is a command that may take three seconds, and a little more to end itself: a machine under load
 // must have come as far as the command's first words.
-func limited(spec *berthv1.JobSpec) *berthv1.JobSpec {
-	spec.Timeout, spec.KillGrace = durationpb.New(time.Second), durationpb.New(300*time.Millisecond)
+func limited(spec *berthv1.JobSpec, killGrace time.Duration) *berthv1.JobSpec {
+	spec.Timeout, spec.KillGrace = durationpb.New(3*time.Second), durationpb.New(killGrace)
 	return spec
 }
 

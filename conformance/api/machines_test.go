@@ -8,14 +8,14 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 )
 
 // killMachines ends the machines as a host's failure does: their guests are killed, and with them all
 // that ran there. The disks stay.
 func (w *world) killMachines(t *testing.T) {
 	t.Helper()
-	if subject.OnDocker() {
+	if fixture.OnDocker() {
 		w.docker(t, "kill", "--signal=KILL")
 		return
 	}
@@ -30,7 +30,7 @@ func (w *world) killMachines(t *testing.T) {
 // removeMachines takes the machines away behind the broker's back, with their disks.
 func (w *world) removeMachines(t *testing.T) {
 	t.Helper()
-	if subject.OnDocker() {
+	if fixture.OnDocker() {
 		w.docker(t, "rm", "--force", "--volumes")
 		return
 	}

@@ -9,7 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -36,9 +37,9 @@ var table = []row{
 	{"dies by TERM", ends(shell("kill -TERM $$"), killedBy(15))},
 	{"dies by KILL", ends(shell("kill -KILL $$"), killedBy(9))},
 	{"dies by SEGV", ends(shell("kill -SEGV $$"), killedBy(11))},
-	{"takes too long, and goes at TERM", ends(limited(shell("exec sleep 60")), timedOut(15))},
-	{"takes too long, and goes at KILL only", ends(limited(shell("trap '' TERM; sleep 60 & wait; sleep 60")), timedOut(9))},
-	{"would take too long, but ends in time", ends(limited(shell("exit 5")), exited(5))},
+	{"takes too long, and goes at TERM", ends(limited(shell("exec sleep 60"), time.Minute), timedOut(15))},
+	{"takes too long, and goes at KILL only", ends(limited(shell("trap '' TERM; sleep 60 & wait; sleep 60"), 300*time.Millisecond), timedOut(9))},
+	{"would take too long, but ends in time", ends(limited(shell("exit 5"), 300*time.Millisecond), exited(5))},
 
 	// What cannot start says why, and has no status of a process.
 	{"is no program in PATH", ends(argv("no-such-program"), failed(127, "not_found: "))},
@@ -78,8 +79,8 @@ var table = []row{
 	{"execs another program", ends(shell("exec sh -c 'echo other; exit 8'"), exited(8).writing("other\n"))},
 	{"ends at the first failure", ends(shell("set -e; echo one; false; echo two"), exited(1).writing("one\n"))},
 	{"closes its output and runs on", ends(shell("echo x; exec >&- 2>&-; sleep 0.3; exit 3"), exited(3).writing("x\n"))},
-	{"stops itself, and is killed in the end", ends(limited(shell("echo stopped; kill -STOP $$; echo never")), timedOut(9).writing("stopped\n"))},
-	{"has a child that stops itself", ends(limited(shell("sh -c 'kill -STOP $$' & wait")), timedOut(15))},
+	{"stops itself, and is killed in the end", ends(limited(shell("echo stopped; kill -STOP $$; echo never"), 300*time.Millisecond), timedOut(9).writing("stopped\n"))},
+	{"has a child that stops itself", ends(limited(shell("sh -c 'kill -STOP $$' & wait"), 5*time.Second), timedOut(15))},
 
 	// Output is bytes, in the order written, each stream by itself or both as one.
 	{"writes what is no text", ends(shell(`printf '\377\000\200\303\050 \360\237\230'; printf '\376\000' >&2`),
@@ -158,7 +159,7 @@ func (g *ground) peaks(t *testing.T) (broker, guest int) {
 		t.Fatal(err)
 	}
 	script := `cat /proc/$PPID/comm /proc/$PPID/status`
-	if subject.OnDocker() {
+	if fixture.OnDocker() {
 		script = `cat /proc/$PPID/comm; for p in $(pgrep -x berth-guest); do cat /proc/$p/status; done`
 	}
 	inside := g.run(t, g.sandbox, script).GetStdout().GetText()

@@ -24,13 +24,13 @@ func (w *world) stop(t *testing.T, job string, grace time.Duration) *berthv1.Job
 
 func daemonised(t *testing.T, g *ground) {
 	marker := "sleep " + unique()
-	job := g.start(t, g.sandbox, "(sleep 1.5; echo late; exec "+marker+") & echo hi").GetId()
-	begin := time.Now()
+	job := g.start(t, g.sandbox, "(while [ ! -e later ]; do sleep 0.05; done; echo late; exec "+marker+") & echo hi").GetId()
 	done := g.wait(t, job)
-	if took := time.Since(begin); took > 3*time.Second || !done.GetOutcome().GetOutputStillOpen() {
-		t.Fatalf("it was done after %s with %v", took, done.GetOutcome())
+	if !done.GetOutcome().GetOutputStillOpen() {
+		t.Fatalf("it was done before its child has written, with %v", done.GetOutcome())
 	}
 	wantExit(t, done, 0)
+	g.run(t, g.sandbox, "touch later")
 	eventually(t, "what the child writes later can be read", func() bool {
 		whole, err := g.Jobs().ReadJobOutput(g.ctx, &berthv1.ReadJobOutputRequest{JobId: job})
 		more, moreErr := g.Jobs().ReadJobOutput(g.ctx, &berthv1.ReadJobOutputRequest{JobId: job, Offset: 3})
@@ -46,7 +46,9 @@ func daemonised(t *testing.T, g *ground) {
 
 func silentDaemon(t *testing.T, g *ground) {
 	marker := "sleep " + unique()
-	job := g.start(t, g.sandbox, marker+" >/dev/null 2>&1 &").GetId()
+	// Until it has let go of the pipe, the child that the shell forked does hold the output.
+	letGo := "until [ /proc/$!/fd/1 -ef /dev/null ] && [ /proc/$!/fd/2 -ef /dev/null ]; do :; done"
+	job := g.start(t, g.sandbox, marker+" >/dev/null 2>&1 & "+letGo).GetId()
 	done := g.wait(t, job)
 	wantExit(t, done, 0)
 	if done.GetOutcome().GetOutputStillOpen() {
@@ -81,7 +83,7 @@ func hiding(t *testing.T, g *ground) {
 	neighbour, itsMarker := g.neighbour(t)
 	marker := "/bin/sleep " + unique()
 	reply, err := g.Jobs().StartJob(g.ctx, &berthv1.StartJobRequest{SandboxId: g.sandbox, Spec: &berthv1.JobSpec{
-		Shell: hidden(marker), Timeout: durationpb.New(3 * time.Second), KillGrace: durationpb.New(300 * time.Millisecond),
+		Shell: hidden(marker), Timeout: durationpb.New(8 * time.Second), KillGrace: durationpb.New(300 * time.Millisecond),
 	}})
 	if err != nil {
 		t.Fatal(err)

@@ -10,23 +10,21 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
 	"github.com/berth-sandbox/berth/conformance/failpoint"
-	"github.com/berth-sandbox/berth/conformance/need"
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { fixture.Main(m) }
 
 // Tuning.
 const (
-	storyMost   = 90 * time.Second // for one line of work with a crash in it
-	buildMost   = 10 * time.Minute
+	storyMost   = 6 * time.Minute // for one line of work with a crash in it
+	buildMost   = 30 * time.Minute
 	restartMost = 20                     // crashes in one story; more is a crash loop
 	commitsIn   = 30                     // a story's commits, roughly; each is a place to crash before and after
 	lookEvery   = 100 * time.Millisecond // at something that is waited for
@@ -46,11 +44,11 @@ var unreached = map[string]string{
 // elsewhere says why a failpoint cannot be reached on the provider that the suite runs against; ""
 // where it can.
 func elsewhere(point failpoint.Failpoint) string {
-	switch onDocker := subject.OnDocker(); {
+	switch onDocker := fixture.OnDocker(); {
 	case unreached[point.Name] != "":
 		return unreached[point.Name]
 	case onDocker && point.Room == "providers/local", !onDocker && point.Room == "providers/docker":
-		return "it is in another provider than " + subject.Name()
+		return "it is in another provider than " + fixture.ProviderName()
 	case !onDocker && point.Name == cutPoint:
 		return "the local provider cannot cut a machine off"
 	default:
@@ -68,22 +66,21 @@ const (
 var onEveryCommit = map[string]bool{"storeBeforeCommit": true, "storeAfterCommit": true}
 
 func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
-	need.Asked(t, "crash")
-	if !subject.OnDocker() {
-		need.Root(t)
-		need.Namespaces(t)
+	testenv.Asked(t, "crash")
+	if !fixture.OnDocker() {
+		testenv.Root(t)
+		testenv.Namespaces(t)
 	}
-	flags := subject.Flags(t)
+	flags := fixture.ProviderFlags(t)
 	ctx, cancel := context.WithTimeout(context.Background(), buildMost)
 	defer cancel()
-	built, points, err := failpoint.Build(ctx, t.TempDir())
+	programs, points, err := failpoint.Build(ctx, t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	programs := broker.Programs{Berthd: built.Berthd, Berth: built.Berth, Guest: built.Guest}
-	repo := subject.Repository
-	if !subject.OnDocker() {
-		repo = subject.MakeRepository(t)
+	repo := fixture.Repository
+	if !fixture.OnDocker() {
+		repo = fixture.MakeRepository(t)
 	}
 	for _, point := range points {
 		if elsewhere(point) != "" {
@@ -118,7 +115,7 @@ func term(name string, nth int) string {
 // job that is stopped, a freeze, and the end of it all.
 type story struct {
 	t       *testing.T
-	broker  *broker.Broker
+	broker  *fixture.Broker
 	client  *client.Client
 	ctx     context.Context
 	repo    string
@@ -133,14 +130,14 @@ type story struct {
 // counter is a file in the sandbox to which each job appends its name: how often it ran.
 const counter = ".git/counter"
 
-func newStory(t *testing.T, programs broker.Programs, flags []string, repo string, point failpoint.Failpoint, nth int) *story {
+func newStory(t *testing.T, programs fixture.Programs, flags []string, repo string, point failpoint.Failpoint, nth int) *story {
 	s := &story{t: t, repo: repo, began: time.Now(), inGuest: strings.HasPrefix(point.Room, "providers/guest")}
 	if point.Name == cutPoint {
 		s.egress = berthv1.Egress_MODE_NONE
 	}
 	var env []string
 	switch {
-	case s.inGuest && subject.OnDocker():
+	case s.inGuest && fixture.OnDocker():
 		programs.Guest = explosiveGuestOfOneFile(t, programs.Guest, term(point.Name, nth))
 	case s.inGuest:
 		programs.Guest = explosiveGuest(t, programs.Guest, term(point.Name, nth))
@@ -150,7 +147,7 @@ func newStory(t *testing.T, programs broker.Programs, flags []string, repo strin
 	if point.Name == volumePoint {
 		programs.Guest = guestOfItsOwn(t, programs.Guest)
 	}
-	s.broker = broker.New(t, programs, append(slices.Clone(flags), "--guest", programs.Guest)...)
+	s.broker = fixture.NewBroker(t, programs, append(slices.Clone(flags), "--guest", programs.Guest)...)
 	ctx, cancel := context.WithTimeout(context.Background(), storyMost)
 	t.Cleanup(cancel)
 	s.ctx = ctx
@@ -164,7 +161,7 @@ func newStory(t *testing.T, programs broker.Programs, flags []string, repo strin
 // crashes is how often something crashed.
 func (s *story) crashes() int {
 	switch {
-	case s.inGuest && subject.OnDocker():
+	case s.inGuest && fixture.OnDocker():
 		deaths, err := s.broker.ContainerDeaths(s.began)
 		if err != nil {
 			s.t.Error(err)
@@ -280,7 +277,7 @@ func (s *story) start(sandbox, name, shell string) string {
 
 // resume makes the sandbox run again if its guest died.
 func (s *story) resume(sandbox string) {
-	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); broker.Pause(lookEvery) {
+	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); fixture.Pause(lookEvery) {
 		got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 		if err != nil {
 			s.t.Errorf("get: %v", err)
@@ -388,6 +385,10 @@ func (s *story) count(sandbox string) {
 	reply, err := read()
 	if s.inGuest && (err != nil || reply.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_EXITED) {
 		s.resume(sandbox)
+		reply, err = read()
+	}
+	// The crash may come as late as this; the command may be run again.
+	for deadline := time.Now().Add(storyMost / 3); err != nil && time.Now().Before(deadline); fixture.Pause(lookEvery) {
 		reply, err = read()
 	}
 	if err != nil {

@@ -9,8 +9,9 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/berth-sandbox/berth/conformance/fixture"
+
 	"github.com/berth-sandbox/berth/conformance/failpoint"
-	"github.com/berth-sandbox/berth/conformance/subject"
 )
 
 // explosiveGuest is a guest program that has its failpoint switched on for its first start only.
@@ -65,7 +66,7 @@ func writeGuest(t *testing.T, program []byte) string {
 	if err := os.WriteFile(path, program, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if subject.OnDocker() {
+	if fixture.OnDocker() {
 		sum := sha256.Sum256(program)
 		t.Cleanup(func() {
 			volume := "berth-guest-" + hex.EncodeToString(sum[:])[:12] // as the docker provider names it

@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/berth-sandbox/berth/conformance/broker"
-	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 )
 
 // program is a module of two packages: a room with one failpoint and the main package that calls it.
@@ -130,7 +130,7 @@ func TestAModuleWithoutFailpointsIsNotBuilt(t *testing.T) {
 }
 
 func TestEveryFailpointOfTheTreeIsInAProgram(t *testing.T) {
-	need.Asked(t, "crash")
+	testenv.Asked(t, "crash")
 	binaries, points, err := Build(t.Context(), t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -192,7 +192,7 @@ func git(t *testing.T, dir string, args ...string) string {
 
 func toolsDir(t *testing.T) string {
 	t.Helper()
-	root, err := broker.ModuleRoot(context.Background())
+	root, err := fixture.ModuleRoot(context.Background())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,13 +6,14 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -42,7 +43,7 @@ type feed struct {
 }
 
 func (s *suite) newActor(number int) *actor {
-	c, err := client.Dial(s.broker.Address, client.WithPatience(0, 0))
+	c, err := client.Dial(s.broker.Address, client.WithRetryTimeout(0, 0))
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -176,7 +177,7 @@ func (a *actor) insist(ctx context.Context, random *rand.Rand, e Event, call fun
 		if err == nil || !comeBack[client.Reason(err)] || time.Since(begun) > insistMost || ctx.Err() != nil {
 			return err
 		}
-		broker.Pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
+		fixture.Pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
 	}
 }
 
@@ -260,8 +261,7 @@ func (a *actor) create(ctx context.Context) {
 }
 
 func showSandbox(e *Event, sandbox *berthv1.Sandbox) {
-	const prefix = len("SANDBOX_STATE_")
-	e.ID, e.Sandbox, e.Machine, e.State = sandbox.GetId(), sandbox.GetId(), sandbox.GetMachineId(), sandbox.GetState().String()[prefix:]
+	e.ID, e.Sandbox, e.Machine, e.State = sandbox.GetId(), sandbox.GetId(), sandbox.GetMachineId(), strings.TrimPrefix(sandbox.GetState().String(), "SANDBOX_STATE_")
 }
 
 func (s *suite) noteSandbox(sandbox *berthv1.Sandbox) {

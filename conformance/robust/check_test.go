@@ -1,6 +1,7 @@
 package robust
 
 import (
+	"math"
 	"math/rand/v2"
 	"path/filepath"
 	"reflect"
@@ -126,6 +127,16 @@ func TestEveryBrokenPromiseIsFound(t *testing.T) {
 		{"bytes that nobody wrote", func(h []Event) { h[followed].Pieces[1].Bytes = 11 }, nil, "and the command writes 10"},
 		{"an output that is cut short", func(h []Event) { h[whole].Pieces = h[whole].Pieces[:1] }, nil, "has 0 bytes of stderr, want 8"},
 		{"bytes that are dropped", func(h []Event) { h[followed].Pieces[1].Gap = true }, nil, "said to be dropped"},
+		{"bytes that are dropped although their machine is there", func(h []Event) { h[followed].Op, h[followed].Pieces[1].Gap = "Exec", true }, nil, "said to be dropped"},
+		{"an attached output without its gaps", func(h []Event) {
+			h[followed].Op, h[followed].Whole, h[followed].Pieces = "Exec", true, []Piece{piece(h[started].Plan, 0, 5)}
+		}, []Event{
+			{Kind: KindCall, Begin: 65, End: 66, Op: "DestroySandbox", Result: ResultUnknown, Sandbox: "sb_1"},
+		}, "has 5 bytes of stdout, want 10"},
+		{"bytes at an offset beyond all numbers", func(h []Event) { h[followed].Pieces[1].Offset = math.MaxUint64 - 2 }, nil, "beyond all numbers"},
+		{"input that nobody sent and that is taken", nil, []Event{
+			{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: ResultOK, ID: "job_1", Sent: 5, Taken: 6},
+		}, "has taken 6 bytes of input, and 5 were sent"},
 		{"a destroyed sandbox that comes back", func(h []Event) { h[got].State = "RUNNING" }, nil, "the end of sandbox"},
 		{"a sandbox that is destroyed by nobody", func(h []Event) { h[destroyed].Op, h[destroyed].State = "GetSandbox", "RUNNING" }, nil, "the end of sandbox"},
 		{"a sandbox that is lost for no reason", nil, []Event{
@@ -163,6 +174,15 @@ func TestWhatIsExplainedIsNoProblem(t *testing.T) {
 		}}},
 		{"a destroy that was not answered", func(h []Event) { h[destroyed].Result, h[destroyed].State = ResultUnknown, "" }, nil},
 		{"a destroy that is under way", func(h []Event) { h[got].Begin, h[got].End, h[got].State = 105, 106, "DESTROYING" }, nil},
+		{"an attached output whose last bytes went with the sandbox", func(h []Event) {
+			h[followed].Op, h[followed].Whole = "Exec", true
+			h[followed].Pieces[1] = Piece{Offset: 5, Bytes: 5, Gap: true}
+			h[followed].Pieces = append(h[followed].Pieces, Piece{Stderr: true, Bytes: 8, Gap: true})
+		}, []Event{{Kind: KindCall, Begin: 65, End: 66, Op: "DestroySandbox", Result: ResultUnknown, Sandbox: "sb_1"}}},
+		{"input that is sent again", func([]Event) {}, []Event{
+			{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: ResultOK, ID: "job_1", Sent: 6, Taken: 6},
+			{Kind: KindCall, Begin: 47, End: 48, Op: "WriteJobInput", Result: ResultOK, ID: "job_1", Sent: 3, Taken: 6},
+		}},
 		{"an attached command that its dead guest alone knew", func(h []Event) {
 			h[started].Op, h[started].RequestID, h[reused].RequestID = "RunCommand", "", ""
 			h[polled].Jobs = nil
@@ -207,4 +227,21 @@ func TestOneSeedMakesOnePlan(t *testing.T) {
 			t.Errorf("seed %d makes %v and %v", seed, a, b)
 		}
 	}
+}
+
+func FuzzACheckSurvivesAnyAnswer(f *testing.F) {
+	f.Add("DONE", "EXITED", int32(7), uint32(0), uint64(5), uint64(5), uint64(0), false, ResultOK)
+	f.Add("", "", int32(-1), uint32(math.MaxUint32), uint64(math.MaxUint64), uint64(math.MaxUint64), uint64(math.MaxUint64), true, "INTERNAL")
+	f.Fuzz(func(t *testing.T, state, cause string, code int32, signal uint32, offset, bytes, taken uint64, gap bool, result string) {
+		history := good()
+		for _, at := range []int{followed, polled} {
+			job := &history[at].Jobs[0]
+			job.State, job.Cause, job.Code, job.Signal = state, cause, &code, signal
+		}
+		history[followed].Pieces[1] = Piece{Offset: offset, Bytes: bytes, Gap: gap}
+		history[whole].Pieces[0].Bytes = bytes
+		history[got].Result, history[got].State = result, state
+		history = append(history, Event{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: result, ID: "job_1", Sent: offset, Taken: taken})
+		Check(history)
+	})
 }

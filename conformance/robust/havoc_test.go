@@ -12,8 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/berth-sandbox/berth/conformance/broker"
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
 
@@ -36,9 +35,9 @@ func (s *suite) havoc(ctx context.Context, kills int) {
 		if random.IntN(2) == 0 {
 			life = shortestLife + random.IntN(longestLife/10)
 		}
-		broker.Pause(time.Duration(life) * time.Millisecond / 2)
+		fixture.Pause(time.Duration(life) * time.Millisecond / 2)
 		s.harm(ctx, random)
-		broker.Pause(time.Duration(life) * time.Millisecond / 2)
+		fixture.Pause(time.Duration(life) * time.Millisecond / 2)
 		left -= s.kill(random, left)
 	}
 }
@@ -68,7 +67,7 @@ func (s *suite) kill(random *rand.Rand, most int) (kills int) {
 	e := Event{Kind: KindKill, Begin: s.history.Now()}
 	if random.IntN(5) == 0 {
 		_ = syscall.Kill(s.broker.Pid(), syscall.SIGSTOP)
-		broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+		fixture.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 		e.Op = "while stopped"
 	}
 	s.broker.Kill(s.t)
@@ -77,7 +76,7 @@ func (s *suite) kill(random *rand.Rand, most int) (kills int) {
 		s.killStarting(time.Duration(random.IntN(60)) * time.Millisecond)
 		kills, e.Op = 2, "and while starting"
 	}
-	broker.Pause(time.Duration(random.IntN(100)) * time.Millisecond)
+	fixture.Pause(time.Duration(random.IntN(100)) * time.Millisecond)
 	if err := s.broker.TryStart(); err != nil {
 		s.problem("start", "the broker does not start after a kill: %v", err)
 		s.t.Errorf("the broker does not start after a kill: %v\n%s", err, s.broker.Log())
@@ -95,9 +94,9 @@ func (s *suite) killStarting(after time.Duration) {
 		_ = s.broker.TryStart() // ready or not, it is dead then
 	}()
 	for s.broker.Pid() == old {
-		broker.Pause(time.Millisecond)
+		fixture.Pause(time.Millisecond)
 	}
-	broker.Pause(after)
+	fixture.Pause(after)
 	s.broker.Kill(s.t)
 	<-started
 }
@@ -106,7 +105,7 @@ func (s *suite) killStarting(after time.Duration) {
 func (s *suite) hold(random *rand.Rand) {
 	e := Event{Kind: KindPause, Begin: s.history.Now()}
 	_ = syscall.Kill(s.broker.Pid(), syscall.SIGSTOP)
-	broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+	fixture.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 	_ = syscall.Kill(s.broker.Pid(), syscall.SIGCONT)
 	s.history.Add(e)
 }
@@ -132,7 +131,7 @@ func (s *suite) killGuest(ctx context.Context, random *rand.Rand) {
 	switch {
 	case s.world != nil:
 		err = s.world.Kill(ctx, machine)
-	case subject.OnDocker():
+	case fixture.OnDocker():
 		err = exec.CommandContext(ctx, "docker", "kill", containerOf(ctx, machine)).Run()
 	default:
 		if pid := s.guest(machine); pid != 0 {
@@ -173,7 +172,7 @@ func (s *suite) mute(random *rand.Rand) {
 	if err := s.world.Mute(machine); err != nil {
 		e.Error = err.Error()
 	}
-	broker.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
+	fixture.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
 	if err := s.world.Wake(machine); err != nil {
 		e.Error = err.Error()
 	}

@@ -53,6 +53,8 @@ type Event struct {
 	Pieces    []Piece  `json:"pieces,omitempty"` // bytes of output that the reply held, in their order
 	Whole     bool     `json:"whole,omitempty"`  // the pieces are all that there is of the job's output
 	Count     int      `json:"count,omitempty"`  // of a token's starts
+	Sent      uint64   `json:"sent,omitempty"`   // the end of the input that the call sent
+	Taken     uint64   `json:"taken,omitempty"`  // up to where the job has taken its input, as the reply says
 	Plan      *Plan    `json:"plan,omitempty"`   // of the command that the call is to start
 	Seed      uint64   `json:"seed,omitempty"`
 	Provider  string   `json:"provider,omitempty"`
@@ -81,8 +83,8 @@ type Piece struct {
 	Stderr bool   `json:"stderr,omitempty"`
 	Offset uint64 `json:"offset"`
 	Bytes  uint64 `json:"bytes"`
-	Sum    uint32 `json:"sum"` // CRC-32, Castagnoli
-	Gap    bool   `json:"gap,omitempty"`
+	Sum    uint32 `json:"sum"`           // CRC-32, Castagnoli
+	Gap    bool   `json:"gap,omitempty"` // the bytes were said to be dropped
 }
 
 // History gathers events in the order in which they ended, and writes each to a file of JSON lines at

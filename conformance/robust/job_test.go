@@ -5,12 +5,13 @@ import (
 	"context"
 	"io"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -42,11 +43,11 @@ func showJob(job *berthv1.Job) Job {
 	outcome := job.GetOutcome()
 	shown := Job{
 		ID: job.GetId(), Sandbox: job.GetSandboxId(), Machine: job.GetMachineId(), Generation: job.GetGeneration(), Token: job.GetSpec().GetLabels()[tokenLabel],
-		State: job.GetState().String()[len("JOB_STATE_"):], Signal: outcome.GetWaitStatus().GetSignal(), Reason: outcome.GetReason(),
+		State: strings.TrimPrefix(job.GetState().String(), "JOB_STATE_"), Signal: outcome.GetWaitStatus().GetSignal(), Reason: outcome.GetReason(),
 		Kept: job.GetSpec().KeepOutput == nil || job.GetSpec().GetKeepOutput(),
 	}
 	if outcome != nil {
-		shown.Cause, shown.Code = outcome.GetCause().String()[len("CAUSE_"):], outcome.ExitCode
+		shown.Cause, shown.Code = strings.TrimPrefix(outcome.GetCause().String(), "CAUSE_"), outcome.ExitCode
 	}
 	return shown
 }
@@ -167,8 +168,14 @@ func (a *actor) exec(ctx context.Context) {
 	}
 	slow := a.random.IntN(2) == 0
 	_ = a.s.attempt(ctx, e, execMost, func(ctx context.Context, e *Event) error {
-		var stdout, stderr bytes.Buffer
-		streams := client.ExecIO{Stdout: &stdout, Stderr: &stderr, RequestID: e.RequestID}
+		stdout, stderr := &attachedOutput{}, &attachedOutput{stderr: true}
+		streams := client.ExecIO{Stdout: stdout, Stderr: stderr, RequestID: e.RequestID, Gap: func(stream berthv1.Stream, from, to uint64) {
+			if stream == berthv1.Stream_STREAM_STDERR {
+				stderr.gap(from, to)
+			} else {
+				stdout.gap(from, to)
+			}
+		}}
 		if plan.Work == WorkCat {
 			streams.Stdin = io.Reader(bytes.NewReader(plan.Input()))
 			if slow {
@@ -180,14 +187,30 @@ func (a *actor) exec(ctx context.Context) {
 			return err
 		}
 		e.told(job)
-		e.Pieces = []Piece{
-			{Bytes: uint64(stdout.Len()), Sum: Sum(stdout.Bytes())},
-			{Stderr: true, Bytes: uint64(stderr.Len()), Sum: Sum(stderr.Bytes())},
-		}
+		e.Pieces = append(stdout.pieces, stderr.pieces...)
 		e.Whole = err == nil && !job.GetOutcome().GetOutputStillOpen()
 		a.s.noteJob(job, plan)
 		return err
 	})
+}
+
+// attachedOutput writes down what an attached command's caller is given of one stream, and what it is told
+// was dropped.
+type attachedOutput struct {
+	stderr bool
+	next   uint64
+	pieces []Piece
+}
+
+func (o *attachedOutput) Write(data []byte) (int, error) {
+	o.pieces = append(o.pieces, Piece{Stderr: o.stderr, Offset: o.next, Bytes: uint64(len(data)), Sum: Sum(data)})
+	o.next += uint64(len(data))
+	return len(data), nil
+}
+
+func (o *attachedOutput) gap(from, to uint64) {
+	o.pieces = append(o.pieces, Piece{Stderr: o.stderr, Offset: from, Bytes: to - from, Gap: true})
+	o.next = to
 }
 
 // slowReader gives its bytes in pieces, with pauses, so that a kill comes between them.
@@ -197,7 +220,7 @@ func (r *slowReader) Read(into []byte) (int, error) {
 	if len(r.rest) == 0 {
 		return 0, io.EOF
 	}
-	broker.Pause(20 * time.Millisecond)
+	fixture.Pause(20 * time.Millisecond)
 	n := copy(into[:min(len(into), 8<<10)], r.rest)
 	r.rest = r.rest[n:]
 	return n, nil
@@ -223,10 +246,12 @@ func (a *actor) feedSome(ctx context.Context) {
 	e := a.event("WriteJobInput")
 	e.ID = f.job.id
 	write := func(ctx context.Context, e *Event) error {
-		reply, err := a.client.Jobs().WriteJobInput(ctx, &berthv1.WriteJobInputRequest{JobId: f.job.id, Offset: from, Data: input[from:to], Eof: eof})
+		e.Sent = to
+		reply, err := a.client.Jobs().WriteJobInput(ctx, &berthv1.WriteJobInputRequest{JobId: f.job.id, Position: &berthv1.WriteJobInputRequest_Offset{Offset: from}, Data: input[from:to], Eof: eof})
 		mu.Lock()
 		defer mu.Unlock()
-		next = max(next, reply.GetNextOffset())
+		e.Taken = reply.GetNextOffset()
+		next = max(next, e.Taken)
 		return err
 	}
 	var group sync.WaitGroup
@@ -236,8 +261,9 @@ func (a *actor) feedSome(ctx context.Context) {
 	err := a.insist(ctx, a.random, e, write)
 	group.Wait()
 	f.next = next
-	if err != nil || eof && next == uint64(len(input)) {
-		a.feeding = slices.Delete(a.feeding, i, i+1) // what is not written yet is written when all is quiet
+	if err != nil || eof && next == to || next > uint64(len(input)) {
+		// What is not written yet is written when all is quiet. That more was taken than there is, the check says.
+		a.feeding = slices.Delete(a.feeding, i, i+1)
 	}
 }
 

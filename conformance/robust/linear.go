@@ -11,7 +11,7 @@ import (
 )
 
 // linearMost bounds the search for one order of one request id's or one sandbox's calls.
-const linearMost = 20 * time.Second
+const linearMost = 2 * time.Minute
 
 // never is the end of a call that was not answered: what it asked for may be done at any later time.
 const never = math.MaxInt64

@@ -13,17 +13,16 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
 // Tuning.
 const (
-	restMost = 90 * time.Second // for operations, jobs and leftovers to come to their end
+	restMost = 4 * time.Minute // for operations, jobs and leftovers to come to their end
 	// orphanMost is for a machine that came back after its destroy (a provider that does things twice):
 	// the reconciler's grace, counted anew after each start, and two of its sweeps.
-	orphanMost = 150 * time.Second
+	orphanMost = 6 * time.Minute
 	lookEvery  = 100 * time.Millisecond
 	// What a broker at rest may have grown by: descriptors and threads of idle connections, and a heap
 	// that the garbage collector has not given back.
@@ -83,7 +82,7 @@ func (s *suite) until(ctx context.Context, what string, most time.Duration, done
 			s.problem("rest", "%s has not come to its end after %s: %s", what, most, have)
 			return
 		}
-		broker.Pause(lookEvery)
+		fixture.Pause(lookEvery)
 	}
 }
 
@@ -206,7 +205,11 @@ func (s *suite) listJobs(ctx context.Context) []*berthv1.Job {
 // feedRest gives a job the rest of its input. One that was stopped meanwhile takes none.
 func (s *suite) feedRest(ctx context.Context, id string, input []byte) {
 	from, err := s.patient.InputOffset(ctx, id)
-	if err == nil && from <= uint64(len(input)) {
+	if err == nil && from > uint64(len(input)) {
+		s.problem("rest", "job %s has taken %d bytes of input, and there are %d", id, from, len(input))
+		return
+	}
+	if err == nil {
 		_, err = s.patient.Feed(ctx, id, from, bytes.NewReader(input[from:]), true)
 	}
 	if err != nil && !client.Is(err, berthv1.Reason_REASON_WRONG_STATE) && !client.Is(err, berthv1.Reason_REASON_MACHINE_GONE) {
@@ -302,7 +305,7 @@ func (s *suite) providersMachines(ctx context.Context) ([]string, error) {
 	switch {
 	case s.world != nil:
 		return s.world.Machines()
-	case subject.OnDocker():
+	case fixture.OnDocker():
 		info, err := s.patient.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		if err != nil {
 			return nil, err

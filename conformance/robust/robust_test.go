@@ -14,16 +14,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/berth-sandbox/berth/client"
-	"github.com/berth-sandbox/berth/conformance/broker"
-	"github.com/berth-sandbox/berth/conformance/need"
-	"github.com/berth-sandbox/berth/conformance/subject"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { fixture.Main(m) }
 
 // The run is told by the environment, which `make robust` sets.
 const (
@@ -40,16 +37,16 @@ const (
 	problemsShown = 20
 	actors        = 4               // clients with traffic of their own
 	brokenMost    = 5 * time.Second // for what is waited for after a problem was seen
-	runMost       = 5 * time.Minute
-	killMost      = 15 * time.Second // that one kill may add to it, on a busy machine
+	runMost       = 15 * time.Minute
+	killMost      = time.Minute // that one kill may add to it, on a busy machine
 )
 
 func TestRandomTrafficAndKillsBreakNoPromise(t *testing.T) {
-	need.Asked(t, "robust")
+	testenv.Asked(t, "robust")
 	kills := number(t, killsVariable, killsDefault)
 	seed := number(t, seedVariable, uint64(time.Now().UnixNano()))
 	s := newSuite(t, seed)
-	t.Logf("provider %s, %d kills, %s=%d", subject.Name(), kills, seedVariable, seed)
+	t.Logf("provider %s, %d kills, %s=%d", fixture.ProviderName(), kills, seedVariable, seed)
 	ctx, cancel := context.WithTimeout(context.Background(), runMost+time.Duration(kills)*killMost)
 	t.Cleanup(cancel)
 	s.broker.Start(t)
@@ -97,7 +94,7 @@ func number(t *testing.T, variable string, otherwise uint64) uint64 {
 // suite is one run.
 type suite struct {
 	t       *testing.T
-	broker  *broker.Broker
+	broker  *fixture.Broker
 	history *History
 	seed    uint64
 	began   time.Time
@@ -128,19 +125,15 @@ type known struct {
 }
 
 func newSuite(t *testing.T, seed uint64) *suite {
-	flags := subject.Flags(t)
-	programs, err := broker.Build(context.Background(), t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
+	flags := fixture.ProviderFlags(t)
 	s := &suite{t: t, seed: seed, began: time.Now(), machines: map[string]string{}}
-	s.repo = subject.Repository
-	s.broker = broker.New(t, programs, flags...)
-	if !subject.OnDocker() {
-		s.repo = subject.MakeRepository(t)
+	s.repo = fixture.Repository
+	s.broker = fixture.NewBroker(t, fixture.Build(t), flags...)
+	if !fixture.OnDocker() {
+		s.repo = fixture.MakeRepository(t)
 		s.counter = filepath.Join(s.broker.Dir, "starts")
 	}
-	if subject.Name() == "fake" {
+	if fixture.ProviderName() == "fake" {
 		world := fake.At(filepath.Join(s.broker.State(), "fake"))
 		s.world = &world
 	}
@@ -148,10 +141,11 @@ func newSuite(t *testing.T, seed uint64) *suite {
 	if path == "" {
 		path = filepath.Join(os.TempDir(), fmt.Sprintf("berth-history-%d.jsonl", seed))
 	}
+	var err error
 	if s.history, err = NewHistory(path); err != nil {
 		t.Fatal(err)
 	}
-	s.history.Add(Event{Kind: KindSeed, Seed: seed, Provider: subject.Name()})
+	s.history.Add(Event{Kind: KindSeed, Seed: seed, Provider: fixture.ProviderName()})
 	s.patient = s.broker.Client(t)
 	return s
 }
@@ -209,7 +203,7 @@ func (s *suite) traffic(ctx context.Context, meanwhile func()) {
 func (s *suite) calm(ctx context.Context) {
 	s.episodes++
 	before := s.footprint()
-	s.traffic(ctx, func() { broker.Pause(calmFor) })
+	s.traffic(ctx, func() { fixture.Pause(calmFor) })
 	s.rest(ctx)
 	after := s.footprint()
 	s.t.Logf("the broker at its first rest: %v; in its last life: %v, and after %s of traffic %v", s.first, before, calmFor, after)

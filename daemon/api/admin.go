@@ -6,11 +6,11 @@ import (
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/machines"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// infoTimeout bounds one provider's word on itself, so that a mute one hides no other.
+// infoTimeout bounds how long one provider may take to describe itself, so that an unresponsive one hides no other.
 const infoTimeout = 5 * time.Second
 
 // providerService serves berth.v1.ProviderService.
@@ -21,23 +21,23 @@ type providerService struct {
 
 func (p *providerService) ListProviders(ctx context.Context, _ *berthv1.ListProvidersRequest) (*berthv1.ListProvidersResponse, error) {
 	response := &berthv1.ListProvidersResponse{}
-	for i, named := range p.Sandboxes.Providers() {
-		shown := showProvider(ctx, named)
+	for i, named := range p.Sandboxes.Machines().Providers() {
+		shown := providerToProto(ctx, named)
 		shown.IsDefault = i == 0
 		response.Providers = append(response.Providers, shown)
 	}
 	return response, nil
 }
 
-func showProvider(ctx context.Context, named lifecycle.Named) *berthv1.Provider {
+func providerToProto(ctx context.Context, named machines.Named) *berthv1.Provider {
 	ctx, cancel := context.WithTimeout(ctx, infoTimeout)
 	defer cancel()
 	info, err := named.Provider.Info(ctx)
 	if err != nil {
-		return &berthv1.Provider{Name: named.Name, Message: err.Error()}
+		return &berthv1.Provider{Name: named.Name, Message: cut(err.Error())}
 	}
 	shown := &berthv1.Provider{
-		Name: named.Name, Isolation: lifecycle.Isolation(info.Isolation), Healthy: info.Healthy, Message: info.Message,
+		Name: named.Name, Isolation: machines.Isolation(info.Isolation), Healthy: info.Healthy, Message: cut(info.Message),
 	}
 	for _, capability := range info.Capabilities {
 		shown.Capabilities = append(shown.Capabilities, &berthv1.Capability{

@@ -2,11 +2,10 @@ package api
 
 import (
 	"context"
-	"encoding/base64"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"math"
 	"os"
 	"regexp"
@@ -87,16 +86,27 @@ func TestOtherErrorsAreWhatTheyAre(t *testing.T) {
 	}{
 		{"a caller that went away", fmt.Errorf("waiting: %w", context.Canceled), codes.Canceled},
 		{"a deadline", fmt.Errorf("waiting: %w", context.DeadlineExceeded), codes.DeadlineExceeded},
-		{"a status", status.Error(codes.Unimplemented, "not here"), codes.Unimplemented},
+		{"a call that generated code does not have", status.Error(codes.Unimplemented, "not here"), codes.Unimplemented},
+		{"a status of no known reason", status.Error(codes.DataLoss, "lost"), codes.Internal},
 		{"a defect", errors.New("oops"), codes.Internal},
 		{"a reason that nobody knows", fault.New("WHO_KNOWS", "oops"), codes.Internal},
 	} {
-		if got := toStatus(test.err); got.Code() != test.want {
+		got := toStatus(test.err)
+		if got.Code() != test.want {
 			t.Errorf("%s: %v", test.name, got)
+		}
+		if infoOf(t, got).GetReason() == "" {
+			t.Errorf("%s: it has no reason", test.name)
 		}
 	}
 	if info := infoOf(t, toStatus(errors.New("oops"))); info.GetReason() != string(fault.Internal) {
 		t.Errorf("a defect has the reason %q", info.GetReason())
+	}
+	for code, reason := range reasons {
+		got := toStatus(status.Error(code, "words"))
+		if info := infoOf(t, got); got.Code() != code || info.GetReason() != string(reason) || got.Message() != "words" {
+			t.Errorf("a status %s is %v with the reason %q", code, got, info.GetReason())
+		}
 	}
 }
 
@@ -151,17 +161,24 @@ func TestARetryIsSaidInRetryInfoAndAStateInPreconditionFailure(t *testing.T) {
 	}
 }
 
-// hasher stands where the vault does in the broker; nothing here is remembered.
+// hasher stands where the vault does in the broker.
 type hasher struct{}
 
-func (hasher) BodyHash(string, proto.Message) []byte { return nil }
-
-func services() (*sandboxes, *jobService) {
-	a := &api{Options{Hasher: hasher{}, Log: slog.New(slog.DiscardHandler)}}
-	return &sandboxes{api: a}, &jobService{api: a}
+func (hasher) BodyHash(method string, body proto.Message) []byte {
+	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(body)
+	if err != nil {
+		panic(err)
+	}
+	sum := sha256.Sum256(append([]byte(method), data...))
+	return sum[:]
 }
 
-// refused is a call that must be refused for one field before any room below is asked: there is none
+func services() (*sandboxes, *jobService) {
+	a := &api{Options{Hasher: hasher{}}}
+	return &sandboxes{api: a}, &jobService{api: a, appending: appending{jobs: map[string]chan struct{}{}}}
+}
+
+// refused is a call that must be refused for one field before any package below is asked: there is none
 // here, so that asking one would be a panic.
 type refused struct {
 	name  string
@@ -296,7 +313,6 @@ func TestWhatMakesNoSenseIsRefusedByTheNameOfItsField(t *testing.T) {
 		{"fewer than no CPUs", spec(func(s *berthv1.SandboxSpec) { s.Resources = &berthv1.Resources{Cpus: -1} }), "spec.resources.cpus"},
 		{"endless CPUs", spec(func(s *berthv1.SandboxSpec) { s.Resources = &berthv1.Resources{Cpus: math.Inf(1)} }), "spec.resources.cpus"},
 		{"memory without its unit", spec(func(s *berthv1.SandboxSpec) { s.Resources = &berthv1.Resources{MemoryBytes: 512} }), "spec.resources.memory_bytes"},
-		{"an egress of no mode", spec(func(s *berthv1.SandboxSpec) { s.Egress = &berthv1.Egress{Mode: 99} }), "spec.egress.mode"},
 		{"hosts without a list's mode", spec(func(s *berthv1.SandboxSpec) { s.Egress = &berthv1.Egress{AllowHosts: []string{"a"}} }), "spec.egress.allow_hosts"},
 		{"too many hosts", spec(func(s *berthv1.SandboxSpec) {
 			s.Egress = &berthv1.Egress{Mode: berthv1.Egress_MODE_ALLOW_LIST, AllowHosts: make([]string, 257)}
@@ -432,9 +448,8 @@ func TestWhatMakesNoSenseIsRefusedByTheNameOfItsField(t *testing.T) {
 		"too much stdin": {func(s *berthv1.JobSpec) {
 			s.Stdin = &berthv1.Stdin{Source: &berthv1.Stdin_Data{Data: make([]byte, maxStdinBytes+1)}}
 		}, "spec.stdin.data"},
-		"a disconnect rule of no name":   {func(s *berthv1.JobSpec) { s.OnDisconnect = 9 }, "spec.on_disconnect"},
-		"a terminal of no size":          {func(s *berthv1.JobSpec) { s.Tty = &berthv1.TerminalSize{} }, "spec.tty"},
-		"a terminal that is too large":   {func(s *berthv1.JobSpec) { s.Tty = &berthv1.TerminalSize{Cols: 1 << 16, Rows: 1} }, "spec.tty"},
+		"a terminal of no size":          {func(s *berthv1.JobSpec) { s.Tty = &berthv1.TerminalSize{} }, "spec.tty.cols"},
+		"a terminal that is too large":   {func(s *berthv1.JobSpec) { s.Tty = &berthv1.TerminalSize{Cols: 1 << 16, Rows: 1} }, "spec.tty.cols"},
 		"a secret that is no secret too": {func(s *berthv1.JobSpec) { s.Env, s.SecretEnv = map[string]string{"A": ""}, map[string]string{"A": ""} }, "spec.secret_env"},
 	} {
 		for i, call := range job(test.change) {
@@ -449,11 +464,11 @@ func TestWhatMakesNoSenseIsRefusedByTheNameOfItsField(t *testing.T) {
 			if !errors.As(err, &known) || known.Reason != fault.InvalidField || len(known.Fields) != 1 {
 				t.Fatalf("the error is %v", err)
 			}
-			if got := known.Fields[0].Path; got != test.field {
+			if got := strings.TrimPrefix(known.Fields[0].Path, "start."); got != test.field {
 				t.Errorf("it names %s (%s), want %s", got, known.Fields[0].Description, test.field)
 			}
 			for _, detail := range toStatus(err).Details() {
-				if bad, ok := detail.(*errdetails.BadRequest); ok && bad.GetFieldViolations()[0].GetField() == test.field {
+				if bad, ok := detail.(*errdetails.BadRequest); ok && bad.GetFieldViolations()[0].GetField() == known.Fields[0].Path {
 					return
 				}
 			}
@@ -474,9 +489,8 @@ func TestWhatMakesSenseIsNotRefused(t *testing.T) {
 		"a path":                  validRepo(&berthv1.Repo{Url: "/srv/r.git"}),
 		"a URL with @ in a path":  validRepo(&berthv1.Repo{Url: "file:///srv/a@b"}),
 		"all durations of a job":  validDurations(&berthv1.JobSpec{Timeout: durationpb.New(0), KillGrace: durationpb.New(maxKillGrace), StartDeadline: durationpb.New(maxStartWindow)}),
-		"the largest terminal":    validTerminal(&berthv1.TerminalSize{Cols: maxCells, Rows: maxCells}),
-		"a job's largest timeout": validDurations(&berthv1.JobSpec{Timeout: durationpb.New(math.MaxInt64)}),
-		"the greatest signal":     validSignal(64),
+		"the largest terminal":    validTerminal("tty", &berthv1.TerminalSize{Cols: maxCells, Rows: maxCells}),
+		"a job's largest timeout": validDurations(&berthv1.JobSpec{Timeout: durationpb.New(maxTimeout)}),
 	} {
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
@@ -492,37 +506,13 @@ func TestOfAnAttachedCallersMessagesTheFieldIsNamed(t *testing.T) {
 		"nothing":             {&berthv1.ExecRequest{}, "message"},
 		"a second start":      {&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Start{}}, "message"},
 		"too much input":      {&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Input{Input: &berthv1.ExecInput{Data: make([]byte, maxRead+1)}}}, "input.data"},
-		"no size":             {&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Resize{Resize: &berthv1.TerminalSize{Cols: 1}}}, "spec.tty"},
+		"no size":             {&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Resize{Resize: &berthv1.TerminalSize{Cols: 1}}}, "resize.rows"},
 		"a signal of no kind": {&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Signal{Signal: 65}}, "signal"},
 	} {
-		_, err := toGuest(test.message)
+		_, err := (&execPeer{}).toGuest(test.message)
 		var known *fault.Error
 		if !errors.As(err, &known) || len(known.Fields) != 1 || known.Fields[0].Path != test.field {
 			t.Errorf("%s: %v", name, err)
-		}
-	}
-}
-
-func TestPages(t *testing.T) {
-	for _, test := range []struct {
-		name  string
-		size  uint32
-		token string
-		want  int
-		after string
-		bad   bool
-	}{
-		{"by default", 0, "", defaultPage, "", false},
-		{"as asked", 7, tokenOf("sb_1"), 7, "sb_1", false},
-		{"more than there may be", math.MaxUint32, "", maxPage, "", false},
-		{"of no base64", 1, "%%%", 0, "", true},
-		{"of padded base64", 1, base64.URLEncoding.EncodeToString([]byte("a")), 0, "", true},
-		{"without end", 1, strings.Repeat("A", maxToken+1), 0, "", true},
-		{"of bytes that are no id", 1, tokenOf("\x00\xff../"), 1, "\x00\xff../", false}, // no id is after it, or all are
-	} {
-		page, err := pageOf(test.size, test.token)
-		if (err != nil) != test.bad || err == nil && (page.Size != test.want || page.After != test.after) {
-			t.Errorf("%s: %v (%v)", test.name, page, err)
 		}
 	}
 }
@@ -547,7 +537,7 @@ func TestBoundedOutputSaysWhatItLeavesOut(t *testing.T) {
 		{"an offset that cannot be", &guestv1.Output{Head: []byte("head"), Tail: []byte("t"), TailOffset: 1}, 2, 0, "headt", false},
 		{"more than there is", &guestv1.Output{Head: []byte("head")}, 1, 0, "head", false},
 	} {
-		shown := bounded(test.output, &berthv1.OutputFacts{TotalBytes: test.total}, true)
+		shown := bounded(test.output, &berthv1.OutputStats{TotalBytes: test.total}, true)
 		if shown.GetOmittedBytes() != test.omitted || shown.GetText() != test.text || shown.GetTextReplaced() != test.replaced {
 			t.Errorf("%s: %d left out, %q, replaced: %v", test.name, shown.GetOmittedBytes(), shown.GetText(), shown.GetTextReplaced())
 		}
@@ -561,36 +551,19 @@ func TestBoundedOutputSaysWhatItLeavesOut(t *testing.T) {
 }
 
 func TestHowMuchARunReturns(t *testing.T) {
-	merged := &berthv1.JobSpec{MergeStderr: true}
 	for _, test := range []struct {
-		spec  *berthv1.JobSpec
-		asked uint64
-		want  uint64
-		bad   bool
+		merged, text bool
+		asked        uint64
+		want         uint64 // zero: it is refused
 	}{
-		{nil, 0, defaultRunOutput, false}, {nil, 1, 1, false}, {nil, maxRunOutput, maxRunOutput, false}, {nil, maxRunOutput + 1, 0, true},
-		{merged, maxMergedOutput, maxMergedOutput, false}, {merged, maxMergedOutput + 1, 0, true}, {nil, math.MaxUint64, 0, true},
+		{false, false, 0, defaultRunOutput}, {false, false, 1, 1}, {false, false, maxRunOutput, maxRunOutput}, {false, false, maxRunOutput + 1, 0},
+		{true, false, maxMergedOutput, maxMergedOutput}, {true, false, maxMergedOutput + 1, 0}, {false, false, math.MaxUint64, 0},
+		{false, true, 0, defaultRunOutput}, {false, true, maxRunOutput / 2, maxRunOutput / 2}, {false, true, maxRunOutput/2 + 1, 0},
+		{true, true, maxMergedOutput / 2, maxMergedOutput / 2}, {true, true, maxMergedOutput/2 + 1, 0},
 	} {
-		got, err := runOutput(&berthv1.RunCommandRequest{Spec: test.spec, MaxOutputBytes: test.asked})
-		if got != test.want || (err != nil) != test.bad {
-			t.Errorf("asked for %d: %d (%v)", test.asked, got, err)
+		got, err := runOutput(&berthv1.RunCommandRequest{Spec: &berthv1.JobSpec{MergeStderr: test.merged}, TextOutput: test.text, MaxOutputBytes: test.asked})
+		if got != test.want || (err != nil) != (test.want == 0) {
+			t.Errorf("%+v: %d (%v)", test, got, err)
 		}
-	}
-}
-
-func TestInterceptorsMapErrors(t *testing.T) {
-	log := slog.New(slog.DiscardHandler)
-	cause := fault.New(fault.JobNotFound, "no job")
-	_, err := Interceptor(log)(t.Context(), nil, &grpc.UnaryServerInfo{}, func(context.Context, any) (any, error) { return nil, cause })
-	if status.Code(err) != codes.NotFound {
-		t.Errorf("a call: %v", err)
-	}
-	reply, err := Interceptor(log)(t.Context(), nil, &grpc.UnaryServerInfo{}, func(context.Context, any) (any, error) { return "reply", nil })
-	if err != nil || reply != "reply" {
-		t.Errorf("a call that succeeds: %v, %v", reply, err)
-	}
-	err = StreamInterceptor(log)(nil, &caller{ctx: t.Context()}, &grpc.StreamServerInfo{}, func(any, grpc.ServerStream) error { return cause })
-	if status.Code(err) != codes.NotFound {
-		t.Errorf("a stream: %v", err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/daemon/auth"
 	"github.com/berth-sandbox/berth/daemon/fault"
 )
 
@@ -38,6 +39,9 @@ var code = map[fault.Kind]codes.Code{
 	fault.KindOutOfRange:       codes.OutOfRange,
 	fault.KindUnauthenticated:  codes.Unauthenticated,
 	fault.KindPermissionDenied: codes.PermissionDenied,
+	fault.KindUnimplemented:    codes.Unimplemented,
+	fault.KindCanceled:         codes.Canceled,
+	fault.KindDeadline:         codes.DeadlineExceeded,
 }
 
 // toStatus says in gRPC's words what went wrong.
@@ -47,14 +51,26 @@ func toStatus(err error) *status.Status {
 	case errors.As(err, &known):
 		return detailed(known, err)
 	case errors.Is(err, context.Canceled):
-		return status.New(codes.Canceled, cut(err.Error()))
+		return detailed(fault.New(fault.Canceled, "%w", err), err)
 	case errors.Is(err, context.DeadlineExceeded):
-		return status.New(codes.DeadlineExceeded, cut(err.Error()))
+		return detailed(fault.New(fault.DeadlineExceeded, "%w", err), err)
 	}
-	if s, ok := status.FromError(err); ok {
-		return s
+	// gRPC's own errors, and those of generated code.
+	reason, found := reasons[status.Code(err)]
+	if !found {
+		return detailed(fault.New(fault.Internal, "%w", err), err)
 	}
-	return detailed(fault.New(fault.Internal, "%w", err), err)
+	words := errors.New(status.Convert(err).Message())
+	return detailed(fault.New(reason, "%w", words), words)
+}
+
+// reasons of statuses that no package of ours made.
+var reasons = map[codes.Code]fault.Reason{
+	codes.Canceled:          fault.Canceled,
+	codes.DeadlineExceeded:  fault.DeadlineExceeded,
+	codes.Unimplemented:     fault.Unimplemented,
+	codes.ResourceExhausted: fault.TooLarge,
+	codes.NotFound:          fault.ServiceNotFound,
 }
 
 func detailed(known *fault.Error, err error) *status.Status {
@@ -113,10 +129,10 @@ func cutTo(text string, most int) string {
 }
 
 // logFailure logs the broker's own failures as such, and everybody else's quietly.
-func logFailure(ctx context.Context, log *slog.Logger, method string, mapped *status.Status, err error, took time.Duration) {
+func (s *Server) logFailure(ctx context.Context, method string, principal auth.Principal, mapped *status.Status, err error, took time.Duration) {
 	level := slog.LevelDebug
 	if mapped.Code() == codes.Internal {
 		level = slog.LevelError
 	}
-	log.Log(ctx, level, "call failed", "method", method, "code", mapped.Code(), "error", err, "took", took)
+	s.log.Log(ctx, level, "call failed", "method", cutTo(method, maxMetadata), "principal", principal.Name, "code", mapped.Code(), "error", cut(err.Error()), "took", took)
 }

@@ -5,34 +5,33 @@ import (
 	"slices"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
-	"github.com/berth-sandbox/berth/daemon/reconcile"
+	"github.com/berth-sandbox/berth/daemon/backup"
+	"github.com/berth-sandbox/berth/daemon/fsck"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// mostFindings bounds an answer; together with cut it stays below what clients take.
-const mostFindings = 2000
+// maxFindings bounds an answer, together with maxPageBytes.
+const maxFindings = 2000
 
 func (a *admin) Fsck(ctx context.Context, request *berthv1.FsckRequest) (*berthv1.FsckResponse, error) {
-	report, err := a.Reconcile.Fsck(ctx, request.GetRepair())
+	report, err := a.Checker.Check(ctx, request.GetRepair())
 	if err != nil {
 		return nil, err
 	}
-	listed, leftOut := mostUrgent(report.Findings)
 	response := &berthv1.FsckResponse{
-		LeftOut:   uint32(leftOut),
 		Sandboxes: uint32(report.Sandboxes), Machines: uint32(report.Machines), Jobs: uint32(report.Jobs), Requests: uint32(report.Requests),
 	}
-	for _, finding := range listed {
-		response.Findings = append(response.Findings, showFinding(finding))
-	}
+	response.Findings = mostUrgent(report.Findings)
+	response.LeftOut = uint32(len(report.Findings) - len(response.GetFindings()))
 	countFindings(response, report.Findings)
 	return response, nil
 }
 
 // countFindings counts all findings, also those that an answer leaves out.
-func countFindings(response *berthv1.FsckResponse, findings []reconcile.Finding) {
+func countFindings(response *berthv1.FsckResponse, findings []fsck.Finding) {
 	for _, finding := range findings {
 		switch {
 		case finding.Repaired:
@@ -45,28 +44,37 @@ func countFindings(response *berthv1.FsckResponse, findings []reconcile.Finding)
 	}
 }
 
-func isRepairable(finding reconcile.Finding) bool { return finding.WhyNot == "" && !finding.Repaired }
+func isRepairable(finding fsck.Finding) bool { return finding.WhyNot == "" && !finding.Repaired }
 
-// mostUrgent returns as many findings as an answer holds, those that remain first where there are more,
-// and how many it left out.
-func mostUrgent(findings []reconcile.Finding) (listed []reconcile.Finding, leftOut int) {
-	if len(findings) <= mostFindings {
-		return findings, 0
+// mostUrgent returns as many findings as an answer holds, those that remain first where there are more.
+func mostUrgent(findings []fsck.Finding) []*berthv1.FsckFinding {
+	shown, bytes := make([]*berthv1.FsckFinding, 0, len(findings)), 0
+	for _, finding := range findings {
+		shown = append(shown, findingToProto(finding))
+		bytes += proto.Size(shown[len(shown)-1])
 	}
-	listed = slices.Clone(findings)
-	slices.SortStableFunc(listed, func(a, b reconcile.Finding) int {
+	if len(shown) <= maxFindings && bytes <= maxPageBytes {
+		return shown
+	}
+	slices.SortStableFunc(shown, func(a, b *berthv1.FsckFinding) int {
 		switch {
-		case a.Repaired == b.Repaired:
+		case a.GetRepaired() == b.GetRepaired():
 			return 0
-		case b.Repaired:
+		case b.GetRepaired():
 			return -1
 		}
 		return 1
 	})
-	return listed[:mostFindings], len(findings) - mostFindings
+	shown, bytes = shown[:min(len(shown), maxFindings)], 0
+	for i, finding := range shown {
+		if bytes += proto.Size(finding); bytes > maxPageBytes {
+			return shown[:i]
+		}
+	}
+	return shown
 }
 
-func showFinding(finding reconcile.Finding) *berthv1.FsckFinding {
+func findingToProto(finding fsck.Finding) *berthv1.FsckFinding {
 	shown := &berthv1.FsckFinding{
 		Kind: finding.Kind, Subject: cut(finding.Subject), Provider: finding.Provider, Message: cut(finding.Message), Action: finding.Action,
 		Repaired: finding.Repaired, Repairable: isRepairable(finding), WhyNot: cut(finding.WhyNot),
@@ -78,7 +86,7 @@ func showFinding(finding reconcile.Finding) *berthv1.FsckFinding {
 }
 
 func (a *admin) Backup(request *berthv1.BackupRequest, stream grpc.ServerStreamingServer[berthv1.BackupResponse]) error {
-	return a.Reconcile.Backup(stream.Context(), request.GetCompact(), func(piece reconcile.Piece) error {
-		return stream.Send(&berthv1.BackupResponse{Data: piece.Data, Sha256: piece.SHA256, TotalBytes: piece.Total})
+	return a.Backups.Backup(stream.Context(), request.GetCompact(), func(chunk backup.Chunk) error {
+		return stream.Send(&berthv1.BackupResponse{Data: chunk.Data, Sha256: chunk.SHA256, TotalBytes: chunk.Total})
 	})
 }

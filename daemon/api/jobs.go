@@ -28,10 +28,11 @@ const (
 type jobService struct {
 	berthv1.UnimplementedJobServiceServer
 	*api
+	appending appending
 }
 
 func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommandRequest) (*berthv1.RunCommandResponse, error) {
-	call, err := j.call("berth.v1.JobService/RunCommand", request)
+	call, err := j.call(ctx, "berth.v1.JobService/RunCommand", request)
 	if err != nil {
 		return nil, err
 	}
@@ -50,7 +51,7 @@ func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommand
 		return nil, err
 	}
 	return &berthv1.RunCommandResponse{
-		Job:    showJob(ran.Job),
+		Job:    jobToProto(ran.Job, basicSpec),
 		Stdout: bounded(ran.Stdout, ran.Job.GetStdout(), request.GetTextOutput()),
 		Stderr: bounded(ran.Stderr, ran.Job.GetStderr(), request.GetTextOutput()),
 	}, nil
@@ -58,22 +59,25 @@ func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommand
 
 // runOutput is how much a RunCommand returns of each stream.
 func runOutput(request *berthv1.RunCommandRequest) (uint64, error) {
-	most := uint64(maxRunOutput)
+	limit := uint64(maxRunOutput)
 	if request.GetSpec().GetMergeStderr() {
-		most = maxMergedOutput
+		limit = maxMergedOutput
+	}
+	if request.GetTextOutput() {
+		limit /= 2 // text is up to twice as long as what it is made of
 	}
 	switch asked := request.GetMaxOutputBytes(); {
 	case asked == 0:
 		return defaultRunOutput, nil
-	case asked > most:
-		return 0, fault.Invalid("max_output_bytes", "must be at most %d here: start the command with StartJob and read all of it with ReadJobOutput", most)
+	case asked > limit:
+		return 0, fault.Invalid("max_output_bytes", "must be at most %d here: start the command with StartJob and read all of it with ReadJobOutput", limit)
 	default:
 		return asked, nil
 	}
 }
 
 func (j *jobService) StartJob(ctx context.Context, request *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {
-	call, err := j.call("berth.v1.JobService/StartJob", request)
+	call, err := j.call(ctx, "berth.v1.JobService/StartJob", request)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +88,7 @@ func (j *jobService) StartJob(ctx context.Context, request *berthv1.StartJobRequ
 	if err != nil {
 		return nil, err
 	}
-	return &berthv1.StartJobResponse{Job: showJob(job)}, nil
+	return &berthv1.StartJobResponse{Job: jobToProto(job, basicSpec)}, nil
 }
 
 func validJobRequest(sandboxID string, spec *berthv1.JobSpec) error {
@@ -105,14 +109,14 @@ func (j *jobService) PollJob(ctx context.Context, request *berthv1.PollJobReques
 	if request.GetTailBytes() > maxTail {
 		return nil, fault.Invalid("tail_bytes", "must be at most %d: read the whole with ReadJobOutput", maxTail)
 	}
-	job, err := j.Jobs.Poll(ctx, DefaultNamespace, request.GetJobId(), wait)
+	job, err := j.Jobs.Poll(ctx, namespace(ctx), request.GetJobId(), wait)
 	if err != nil {
 		return nil, err
 	}
-	response := &berthv1.PollJobResponse{Job: showJob(job)}
 	if !request.GetTails() && request.GetTailBytes() == 0 {
-		return response, nil
+		return &berthv1.PollJobResponse{Job: jobToProto(job, fullSpec)}, nil
 	}
+	response := &berthv1.PollJobResponse{Job: jobToProto(job, basicSpec)}
 	limit := request.GetTailBytes()
 	if limit == 0 {
 		limit = defaultTail
@@ -141,20 +145,23 @@ func (j *jobService) ReadJobOutput(ctx context.Context, request *berthv1.ReadJob
 	case stream != berthv1.Stream_STREAM_STDOUT && stream != berthv1.Stream_STREAM_STDERR:
 		return nil, fault.Invalid("stream", "is not one of STREAM_STDOUT, STREAM_STDERR")
 	}
-	limit := request.GetMaxBytes()
+	limit, largest := request.GetMaxBytes(), uint64(maxRead)
+	if request.GetTextOutput() {
+		largest /= 2
+	}
 	switch {
 	case limit == 0:
 		limit = defaultRead
-	case limit > maxRead:
-		return nil, fault.Invalid("max_bytes", "must be at most %d: read on at next_offset", maxRead)
+	case limit > largest:
+		return nil, fault.Invalid("max_bytes", "must be at most %d here: read on at next_offset", largest)
 	}
-	piece, err := j.Jobs.ReadOutput(ctx, DefaultNamespace, request.GetJobId(), stream, request.GetOffset(), limit, wait)
+	piece, err := j.Jobs.ReadOutput(ctx, namespace(ctx), request.GetJobId(), stream, request.GetOffset(), limit, wait)
 	if err != nil {
 		return nil, err
 	}
 	response := &berthv1.ReadJobOutputResponse{
 		Offset: request.GetOffset(), Data: piece.Data, NextOffset: request.GetOffset() + uint64(len(piece.Data)),
-		Eof: piece.EOF, Facts: piece.Facts,
+		Eof: piece.EOF, Stats: piece.Stats,
 	}
 	if request.GetTextOutput() {
 		response.Text, response.TextReplaced = text(piece.Data)
@@ -163,7 +170,7 @@ func (j *jobService) ReadJobOutput(ctx context.Context, request *berthv1.ReadJob
 }
 
 func (j *jobService) StopJob(ctx context.Context, request *berthv1.StopJobRequest) (*berthv1.StopJobResponse, error) {
-	call, err := j.call("berth.v1.JobService/StopJob", request)
+	call, err := j.call(ctx, "berth.v1.JobService/StopJob", request)
 	if err != nil {
 		return nil, err
 	}
@@ -177,28 +184,34 @@ func (j *jobService) StopJob(ctx context.Context, request *berthv1.StopJobReques
 	if err != nil {
 		return nil, err
 	}
-	return &berthv1.StopJobResponse{Job: showJob(job)}, nil
+	return &berthv1.StopJobResponse{Job: jobToProto(job, basicSpec)}, nil
 }
 
-func (j *jobService) ListJobs(_ context.Context, request *berthv1.ListJobsRequest) (*berthv1.ListJobsResponse, error) {
-	page, err := pageOf(request.GetPageSize(), request.GetPageToken())
+func (j *jobService) ListJobs(ctx context.Context, request *berthv1.ListJobsRequest) (*berthv1.ListJobsResponse, error) {
+	if err := validFilter(request.GetLabels(), len(request.GetStates())); err != nil {
+		return nil, err
+	}
+	cut := map[string]bool{}
+	page, err := j.pageOf(ctx, request, cut)
 	if err != nil {
 		return nil, err
 	}
 	if request.GetSandboxId() != "" {
-		if _, _, err := j.Sandboxes.Get(DefaultNamespace, request.GetSandboxId()); err != nil {
+		if _, _, err := j.Sandboxes.Get(namespace(ctx), request.GetSandboxId()); err != nil {
 			return nil, err
 		}
 	}
-	records, next, revision, err := j.Jobs.List(DefaultNamespace, jobs.Filter{
+	records, next, revision, err := j.Jobs.List(namespace(ctx), jobs.Filter{
 		SandboxID: request.GetSandboxId(), States: request.GetStates(), Labels: request.GetLabels(),
 	}, page)
 	if err != nil {
 		return nil, err
 	}
-	response := &berthv1.ListJobsResponse{NextPageToken: tokenOf(next), Revision: revision}
+	response := &berthv1.ListJobsResponse{NextPageToken: j.tokenOf(ctx, request, next), Revision: revision}
 	for _, record := range records {
-		response.Jobs = append(response.Jobs, showJob(record))
+		job := jobToProto(record, fullSpec)
+		job.SpecCut = cut[record.GetId()]
+		response.Jobs = append(response.Jobs, job)
 	}
 	return response, nil
 }
@@ -208,8 +221,8 @@ func waitOf(wait *durationpb.Duration) (time.Duration, error) {
 	return wait.AsDuration(), validDuration("wait", wait, maxWait)
 }
 
-// showJob is a job as the API shows it.
-func showJob(record *recordv1.JobRecord) *berthv1.Job {
+// jobToProto is a job as the API shows it, with at most about limit bytes of its spec.
+func jobToProto(record *recordv1.JobRecord, limit int) *berthv1.Job {
 	job := &berthv1.Job{
 		Id: record.GetId(), Namespace: record.GetNamespace(), SandboxId: record.GetSandboxId(), MachineId: record.GetMachineId(),
 		Generation: record.GetGeneration(), Revision: record.GetRevision(), State: record.GetState(),
@@ -219,6 +232,11 @@ func showJob(record *recordv1.JobRecord) *berthv1.Job {
 	}
 	if record.GetCpuNanos() > 0 {
 		job.CpuTime = durationpb.New(time.Duration(record.GetCpuNanos()))
+	}
+	job.SpecCut = cutJobSpec(job.GetSpec(), limit)
+	if name := signalName(job.GetOutcome().GetWaitStatus().GetSignal()); name != "" {
+		job.Outcome = proto.CloneOf(job.GetOutcome())
+		job.Outcome.WaitStatus.SignalName = name
 	}
 	return job
 }

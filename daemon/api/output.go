@@ -1,29 +1,19 @@
 package api
 
 import (
-	"encoding/base64"
 	"fmt"
 	"strings"
 	"unicode/utf8"
 
-	"github.com/berth-sandbox/berth/daemon/fault"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// Page bounds, as the API documents.
-const (
-	defaultPage = 100
-	maxPage     = 1000
-	maxToken    = 512
-)
-
 // bounded is a stream's head and tail as the API shows them.
-func bounded(output *guestv1.Output, facts *berthv1.OutputFacts, asText bool) *berthv1.BoundedOutput {
-	shown := &berthv1.BoundedOutput{Head: output.GetHead(), Tail: output.GetTail(), TailOffset: output.GetTailOffset(), Facts: facts}
+func bounded(output *guestv1.Output, stats *berthv1.OutputStats, asText bool) *berthv1.BoundedOutput {
+	shown := &berthv1.BoundedOutput{Head: output.GetHead(), Tail: output.GetTail(), TailOffset: output.GetTailOffset(), Stats: stats}
 	have := uint64(len(shown.GetHead()) + len(shown.GetTail()))
-	if total := facts.GetTotalBytes(); total > have {
+	if total := stats.GetTotalBytes(); total > have {
 		shown.OmittedBytes = total - have
 	}
 	if !asText {
@@ -45,19 +35,3 @@ func text(data []byte) (string, bool) {
 	}
 	return strings.ToValidUTF8(string(data), "\uFFFD"), true
 }
-
-// pageOf reads where a list begins and how long it is.
-func pageOf(size uint32, token string) (lifecycle.Page, error) {
-	page := lifecycle.Page{Size: int(min(size, maxPage))}
-	if size == 0 {
-		page.Size = defaultPage
-	}
-	after, err := base64.RawURLEncoding.DecodeString(token)
-	if err != nil || len(token) > maxToken {
-		return page, fault.Invalid("page_token", "is not one that this broker gave: take next_page_token as it is")
-	}
-	page.After = string(after)
-	return page, nil
-}
-
-func tokenOf(next string) string { return base64.RawURLEncoding.EncodeToString([]byte(next)) }

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"path"
@@ -32,6 +33,22 @@ const (
 	maxRefBytes    = 1 << 10
 	maxCells       = 65535 // of a terminal, each way: what the kernel's winsize holds
 	maxSignal      = 64
+	maxTimeout     = 100 * 365 * 24 * time.Hour
+	maxID          = 128
+	maxName        = 63
+	maxImageBytes  = 1 << 10
+	maxPathBytes   = 4095 // PATH_MAX, less the closing NUL
+	maxUserBytes   = 256
+	maxOptionBytes = 64 << 10
+	maxHosts       = 256
+	maxHostBytes   = 255
+	minCPUs        = 0.01 // less is nothing to a scheduler, and would come out as no limit
+	maxCPUs        = 4096
+	minMemory      = 4 << 20
+	minDisk        = 1 << 20
+	maxSize        = 1 << 50
+	maxPids        = 1 << 22 // the kernel's PID_MAX_LIMIT
+	maxStates      = 32      // in a filter
 )
 
 var (
@@ -61,8 +78,19 @@ func printableASCII(text string) bool {
 
 // validSandboxSpec refuses a spec that no provider could honour.
 func validSandboxSpec(spec *berthv1.SandboxSpec) error {
-	if key := spec.GetSessionKey(); len(key) > maxSessionKey || !printable(key) {
-		return fault.Invalid("spec.session_key", "must be 1 to %d printable bytes", maxSessionKey)
+	if err := validSessionKey("spec.session_key", spec.GetSessionKey()); err != nil {
+		return err
+	}
+	for _, text := range []struct {
+		field, text string
+		limit       int
+	}{{"spec.provider", spec.GetProvider(), maxName}, {"spec.image", spec.GetImage(), maxImageBytes}, {"spec.from_checkpoint", spec.GetFromCheckpoint(), maxID}} {
+		if len(text.text) > text.limit || !printable(text.text) {
+			return fault.Invalid(text.field, "must be at most %d printable bytes", text.limit)
+		}
+	}
+	if err := validOptions(spec.GetProviderOptions()); err != nil {
+		return err
 	}
 	if err := validEnv("spec", spec.GetEnv(), spec.GetSecretEnv()); err != nil {
 		return err
@@ -79,32 +107,70 @@ func validSandboxSpec(spec *berthv1.SandboxSpec) error {
 	return validWorkspace(spec.GetWorkspace())
 }
 
-func validResources(resources *berthv1.Resources) error {
-	cpus := resources.GetCpus()
-	if math.IsNaN(cpus) || math.IsInf(cpus, 0) || cpus < 0 || cpus > 4096 {
-		return fault.Invalid("spec.resources.cpus", "must be between 0 (the provider's default) and 4096")
+func validSessionKey(field, key string) error {
+	if len(key) > maxSessionKey || !printable(key) {
+		return fault.Invalid(field, "must be 1 to %d printable bytes", maxSessionKey)
 	}
-	if m := resources.GetMemoryBytes(); m != 0 && m < 4<<20 {
-		return fault.Invalid("spec.resources.memory_bytes", "%d is below 4 MiB, in which nothing runs: is a unit missing?", m)
+	return nil
+}
+
+func validOptions(options map[string]string) error {
+	size := 0
+	for key, value := range options {
+		size += len(key) + len(value)
+	}
+	if size > maxOptionBytes {
+		return fault.Invalid("spec.provider_options", "%d bytes are over the limit of 64 KiB", size)
+	}
+	return nil
+}
+
+// validFilter bounds what a list is searched for.
+func validFilter(labels map[string]string, states int) error {
+	if states > maxStates {
+		return fault.Invalid("states", "at most %d states", maxStates)
+	}
+	return validLabels("labels", labels)
+}
+
+// validResources refuses what would come out as no limit, or as another one. Zero is the provider's default.
+func validResources(resources *berthv1.Resources) error {
+	cpus, memory, disk := resources.GetCpus(), resources.GetMemoryBytes(), resources.GetDiskBytes()
+	switch {
+	case cpus != 0 && !(cpus >= minCPUs && cpus <= maxCPUs): // also where it is no number
+		return fault.Invalid("spec.resources.cpus", "must be 0 (the provider's default) or between %g and %d", minCPUs, maxCPUs)
+	case memory != 0 && memory < minMemory:
+		return fault.Invalid("spec.resources.memory_bytes", "%d is below 4 MiB, in which nothing runs: is a unit missing?", memory)
+	case memory > maxSize:
+		return fault.Invalid("spec.resources.memory_bytes", "must be at most 1 PiB")
+	case disk != 0 && disk < minDisk:
+		return fault.Invalid("spec.resources.disk_bytes", "%d is below 1 MiB: is a unit missing?", disk)
+	case disk > maxSize:
+		return fault.Invalid("spec.resources.disk_bytes", "must be at most 1 PiB")
+	case resources.GetPids() > maxPids:
+		return fault.Invalid("spec.resources.pids", "must be at most %d", maxPids)
 	}
 	return nil
 }
 
 func validEgress(egress *berthv1.Egress) error {
 	switch {
-	case berthv1.Egress_Mode_name[int32(egress.GetMode())] == "":
-		return fault.Invalid("spec.egress.mode", "is not one of MODE_NONE, MODE_ALLOW_LIST, MODE_OPEN")
 	case egress.GetMode() != berthv1.Egress_MODE_ALLOW_LIST && len(egress.GetAllowHosts()) > 0:
 		return fault.Invalid("spec.egress.allow_hosts", "goes with MODE_ALLOW_LIST only")
-	case len(egress.GetAllowHosts()) > 256:
-		return fault.Invalid("spec.egress.allow_hosts", "at most 256 hosts")
+	case len(egress.GetAllowHosts()) > maxHosts:
+		return fault.Invalid("spec.egress.allow_hosts", "at most %d hosts", maxHosts)
+	}
+	for i, host := range egress.GetAllowHosts() {
+		if len(host) > maxHostBytes || !printableASCII(host) {
+			return fault.Invalid(fmt.Sprintf("spec.egress.allow_hosts[%d]", i), "must be at most %d printable ASCII bytes", maxHostBytes)
+		}
 	}
 	return nil
 }
 
 func validWorkspace(workspace *berthv1.Workspace) error {
-	if p := workspace.GetPath(); p != "" && (!path.IsAbs(p) || strings.ContainsRune(p, 0)) {
-		return fault.Invalid("spec.workspace.path", "must be an absolute path")
+	if p := workspace.GetPath(); p != "" && (!path.IsAbs(p) || strings.ContainsRune(p, 0) || len(p) > maxPathBytes) {
+		return fault.Invalid("spec.workspace.path", "must be an absolute path of at most %d bytes", maxPathBytes)
 	}
 	for field, text := range map[string]string{"name": workspace.GetGitIdentity().GetName(), "email": workspace.GetGitIdentity().GetEmail()} {
 		if len(text) > 256 || strings.ContainsAny(text, "\x00\n<>") {
@@ -132,6 +198,8 @@ func validRepo(repo *berthv1.Repo) error {
 		return fault.Invalid("spec.workspace.repo.url", "holds a user or a password: URLs are kept in the clear, so leave it out")
 	case !knownScheme(url):
 		return fault.Invalid("spec.workspace.repo.url", "must be an https, http, ssh, git or file URL, user@host:path, or an absolute path in the machine")
+	case repo.GetDepth() > math.MaxInt32:
+		return fault.Invalid("spec.workspace.repo.depth", "must be at most %d, what git takes; 0 is all", math.MaxInt32)
 	case len(ref) > maxRefBytes || strings.ContainsAny(ref, "\x00\n\r ~^:?*[\\") || strings.HasPrefix(ref, "-") || strings.Contains(ref, ".."):
 		return fault.Invalid("spec.workspace.repo.ref", "%q is not a branch, tag or commit id", ref)
 	}
@@ -169,19 +237,19 @@ func validJobSpec(spec *berthv1.JobSpec) error {
 		return fault.Invalid("spec.output_limit_bytes", "must be at most 4 GiB")
 	case len(spec.GetStdin().GetData()) > maxStdinBytes:
 		return fault.Invalid("spec.stdin.data", "must be at most 1 MiB")
-	case berthv1.OnDisconnect_name[int32(spec.GetOnDisconnect())] == "":
-		return fault.Invalid("spec.on_disconnect", "is not one of ON_DISCONNECT_KILL, ON_DISCONNECT_KEEP")
 	}
-	return validTerminal(spec.GetTty())
+	return validTerminal("spec.tty", spec.GetTty())
 }
 
 // validTerminal refuses a terminal without a size: programs misbehave in one of 0 by 0.
-func validTerminal(size *berthv1.TerminalSize) error {
-	if size == nil {
+func validTerminal(field string, size *berthv1.TerminalSize) error {
+	switch {
+	case size == nil:
 		return nil
-	}
-	if size.GetCols() < 1 || size.GetCols() > maxCells || size.GetRows() < 1 || size.GetRows() > maxCells {
-		return fault.Invalid("spec.tty", "cols and rows must be between 1 and %d", maxCells)
+	case size.GetCols() < 1 || size.GetCols() > maxCells:
+		return fault.Invalid(field+".cols", "must be between 1 and %d", maxCells)
+	case size.GetRows() < 1 || size.GetRows() > maxCells:
+		return fault.Invalid(field+".rows", "must be between 1 and %d", maxCells)
 	}
 	return nil
 }
@@ -202,9 +270,12 @@ func validCommand(spec *berthv1.JobSpec) error {
 		}
 		size += len(arg) + 1
 	}
-	for field, text := range map[string]string{"shell": spec.GetShell(), "cwd": spec.GetCwd(), "user": spec.GetUser()} {
-		if strings.ContainsRune(text, 0) {
-			return fault.Invalid("spec."+field, "holds a NUL byte")
+	for _, text := range []struct {
+		field, text string
+		limit       int
+	}{{"spec.shell", spec.GetShell(), maxArgvBytes}, {"spec.cwd", spec.GetCwd(), maxPathBytes}, {"spec.user", spec.GetUser(), maxUserBytes}} {
+		if strings.ContainsRune(text.text, 0) || len(text.text) > text.limit {
+			return fault.Invalid(text.field, "must be at most %d bytes without NUL", text.limit)
 		}
 	}
 	if size > maxArgvBytes {
@@ -217,29 +288,23 @@ func validDurations(spec *berthv1.JobSpec) error {
 	for _, field := range []struct {
 		name string
 		d    *durationpb.Duration
-		most time.Duration
+		max  time.Duration
 	}{
-		{"spec.timeout", spec.GetTimeout(), math.MaxInt64},
+		{"spec.timeout", spec.GetTimeout(), maxTimeout},
 		{"spec.kill_grace", spec.GetKillGrace(), maxKillGrace},
 		{"spec.disconnect_grace", spec.GetDisconnectGrace(), maxStartWindow},
 		{"spec.start_deadline", spec.GetStartDeadline(), maxStartWindow},
 	} {
-		if err := validDuration(field.name, field.d, field.most); err != nil {
+		if err := validDuration(field.name, field.d, field.max); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func validDuration(field string, d *durationpb.Duration, most time.Duration) error {
-	if d == nil {
-		return nil
-	}
-	if d.CheckValid() != nil || d.AsDuration() < 0 || d.AsDuration() > most {
-		if most == math.MaxInt64 {
-			return fault.Invalid(field, "must be a duration that is not negative")
-		}
-		return fault.Invalid(field, "must be between 0 and %s", most)
+func validDuration(field string, d *durationpb.Duration, limit time.Duration) error {
+	if d != nil && (d.CheckValid() != nil || d.AsDuration() < 0 || d.AsDuration() > limit) {
+		return fault.Invalid(field, "must be between 0 and %s", limit)
 	}
 	return nil
 }
@@ -304,10 +369,22 @@ func validRun(spec *berthv1.JobSpec) error {
 	return nil
 }
 
-// required refuses an empty id before anything is looked up.
+// under names the message of a request in which a bad field is.
+func under(message string, err error) error {
+	var known *fault.Error
+	if !errors.As(err, &known) || len(known.Fields) != 1 {
+		return err
+	}
+	return fault.Invalid(message+"."+known.Fields[0].Path, "%s", known.Fields[0].Description)
+}
+
+// required refuses an empty id, and one that is too long, before anything is looked up.
 func required(field, id string) error {
-	if id == "" {
+	switch {
+	case id == "":
 		return fault.Invalid(field, "is required")
+	case len(id) > maxID:
+		return fault.Invalid(field, "has %d bytes, and no id has more than %d", len(id), maxID)
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-// Package fault holds the broker's error kinds and reasons. Rooms below the API say what went wrong
+// Package fault holds the broker's error kinds and reasons. Packages below the API say what went wrong
 // in these words; daemon/api alone turns them into gRPC statuses. It imports the standard library
 // only, and nothing anywhere matches on an error's text.
 package fault
@@ -27,6 +27,9 @@ const (
 	KindOutOfRange
 	KindUnauthenticated
 	KindPermissionDenied
+	KindUnimplemented
+	KindCanceled
+	KindDeadline
 )
 
 // Reason is a value of berth.v1.Reason without its prefix, as it appears in ErrorInfo.reason.
@@ -68,6 +71,12 @@ const (
 	WorkspaceFailed     Reason = "WORKSPACE_FAILED"
 	Stopping            Reason = "STOPPING"
 	Internal            Reason = "INTERNAL"
+	Unimplemented       Reason = "UNIMPLEMENTED"
+	Malformed           Reason = "MALFORMED"
+	TooLarge            Reason = "TOO_LARGE"
+	Canceled            Reason = "CANCELED"
+	DeadlineExceeded    Reason = "DEADLINE_EXCEEDED"
+	ServiceNotFound     Reason = "SERVICE_NOT_FOUND"
 )
 
 // kinds says which kind each reason has; every reason has exactly one.
@@ -106,6 +115,12 @@ var kinds = map[Reason]Kind{
 	WorkspaceFailed:     KindPrecondition,
 	Stopping:            KindUnavailable,
 	Internal:            KindInternal,
+	Unimplemented:       KindUnimplemented,
+	Malformed:           KindInvalid,
+	TooLarge:            KindExhausted,
+	Canceled:            KindCanceled,
+	DeadlineExceeded:    KindDeadline,
+	ServiceNotFound:     KindNotFound,
 }
 
 // Reasons returns every reason; for tests and documentation.

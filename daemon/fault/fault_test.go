@@ -28,7 +28,7 @@ func TestEveryReasonHasAKindAndOnlyThose(t *testing.T) {
 		t.Errorf("%d reasons are declared and %d have a kind", declared, known)
 	}
 	for reason, kind := range Reasons() {
-		if kind < KindInternal || kind > KindPermissionDenied {
+		if kind < KindInternal || kind > KindDeadline {
 			t.Errorf("%s has the kind %d", reason, kind)
 		}
 	}

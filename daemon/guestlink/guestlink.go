@@ -1,7 +1,8 @@
 // Package guestlink keeps one live connection to the guest of every machine: it dials through the
 // provider's dialer, opens each connection with Hello and its proofs, redials when a stream dies,
-// and tells who asks whether a machine has answered since the broker started. It never starts or
-// stops a machine, knows nothing of sandboxes, and writes nothing down.
+// and reports whether a machine has answered since the broker started. It never starts or
+// stops a machine, knows nothing of sandboxes, and writes nothing down. What a guest replies is checked here:
+// a reply that leaves this package is consistent in itself and within bounds.
 package guestlink
 
 import (
@@ -34,14 +35,14 @@ const Protocol = 1
 
 // Tuning.
 const (
-	helloTimeout     = 5 * time.Second        // one connection's Hello; a mute peer costs no more
+	helloTimeout     = 5 * time.Second        // one connection's Hello; an unresponsive peer costs no more
 	dialTimeout      = 30 * time.Second       // one dial; a provider's stream can take seconds to open
-	redialFirst      = 10 * time.Millisecond  // a guest that redials is back within this
-	redialMost       = 2 * time.Second        // a machine that is down is asked this often
-	steadyAfter      = 2 * time.Second        // a connection that broke sooner was none: the next is not dialled at once
+	minRedialDelay   = 10 * time.Millisecond  // a guest that redials is back within this
+	maxRedialDelay   = 2 * time.Second        // a machine that is down is dialled this often
+	steadyAfter      = 2 * time.Second        // a connection that broke sooner counts as a failed dial: the next one backs off
 	keepaliveTime    = 10 * time.Second       // with the timeout finds a black hole in 15 s
 	keepaliveTimeout = 5 * time.Second        //
-	patience         = 5 * time.Second        // how long a call waits for a link that is being redialled
+	linkTimeout      = 5 * time.Second        // how long a call waits for a link that is being redialled
 	maxMessageBytes  = 4<<20 + 64<<10         // 1 MiB of payload four times over, and headers
 	maxHelloBytes    = 64 << 10               // far above what a guest says of itself, part of which is written down
 	retryHint        = 500 * time.Millisecond // RetryInfo of RECOVERING and GUEST_UNREACHABLE
@@ -64,11 +65,15 @@ type Events struct {
 	Dropped func(machineID string)                               // the link is kept no more
 }
 
-// Options configure Links.
+// Options configure Links. All but Now and GuestTimeout are required.
 type Options struct {
 	Build  string // this broker's build, told to guests
 	Log    *slog.Logger
 	Events Events
+	Now    func() time.Time
+	// GuestTimeout is how long a connected guest may take to answer beyond what the call itself waits for.
+	// Default: 30 s.
+	GuestTimeout time.Duration
 }
 
 // Links holds a link to every machine.
@@ -86,6 +91,12 @@ type Links struct {
 func New(opts Options) *Links {
 	if opts.Events.Dropped == nil {
 		opts.Events.Dropped = func(string) {}
+	}
+	if opts.Now == nil {
+		opts.Now = time.Now
+	}
+	if opts.GuestTimeout == 0 {
+		opts.GuestTimeout = guestTimeout
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	return &Links{opts: opts, ctx: ctx, cancel: cancel, links: map[string]*link{}}
@@ -192,9 +203,9 @@ func (l *Links) Call(ctx context.Context, machineID string, fn func(context.Cont
 		if live != failed {
 			failed, since = live, time.Now()
 		}
-		// A connection that its keeper holds to be good for so long is: the guest itself says that.
-		if !broke(err) || ctx.Err() != nil || time.Since(since) > patience {
-			return fromGuest(machineID, err)
+		// A connection that its keeper has held to be good for so long is good: the guest itself says that.
+		if !broke(ctx, err) || ctx.Err() != nil || time.Since(since) > linkTimeout {
+			return fromGuest(ctx, machineID, err)
 		}
 		k.suspect(live)
 	}
@@ -212,7 +223,7 @@ func (l *Links) Stream(ctx context.Context, machineID string, fn func(context.Co
 		return err
 	}
 	if err := fn(ctx, live.client); err != nil {
-		return fromGuest(machineID, err)
+		return fromGuest(ctx, machineID, err)
 	}
 	return nil
 }
@@ -252,7 +263,7 @@ func (k *link) keep(ctx context.Context, opts Options) {
 		return
 	}
 	defer func() { _ = dialer.Close() }()
-	pause, reported := redialFirst, false
+	pause, reported := minRedialDelay, false
 	for ctx.Err() == nil {
 		live, err := k.connect(ctx, dialer, opts.Build)
 		if err != nil {
@@ -262,7 +273,7 @@ func (k *link) keep(ctx context.Context, opts Options) {
 				opts.Events.Down(k.target.MachineID, err)
 			}
 			sleep(ctx, pause)
-			pause = min(2*pause, redialMost)
+			pause = min(2*pause, maxRedialDelay)
 			continue
 		}
 		reported = false
@@ -277,17 +288,17 @@ func (k *link) keep(ctx context.Context, opts Options) {
 			opts.Events.Down(k.target.MachineID, errors.New("the connection was lost"))
 		}
 		if time.Since(connected) >= steadyAfter {
-			pause = redialFirst
+			pause = minRedialDelay
 			continue
 		}
 		sleep(ctx, pause)
-		pause = min(2*pause, redialMost)
+		pause = min(2*pause, maxRedialDelay)
 	}
 }
 
 // dialer asks the provider for one until it gives one; only the end of the context ends that.
 func (k *link) dialer(ctx context.Context) (providers.Dialer, error) {
-	for pause := redialFirst; ; pause = min(2*pause, redialMost) {
+	for pause := minRedialDelay; ; pause = min(2*pause, maxRedialDelay) {
 		dialer, err := k.target.Provider.Dialer(ctx, k.target.Machine)
 		if err == nil {
 			return dialer, nil
@@ -356,6 +367,7 @@ func (k *link) hello(ctx context.Context, client guestv1.GuestServiceClient, bui
 		return nil, fmt.Errorf("say hello to the guest: %w", err)
 	}
 	switch {
+	//mutation:hello-proof case hmac.Equal(hello.GetProof(), nil):
 	case !hmac.Equal(hello.GetProof(), proof(k.target.Token, "berth guest", nonce)):
 		return nil, errors.New("who answered as the guest does not know the machine's token")
 	case hello.GetProtocol() != Protocol:
@@ -400,7 +412,7 @@ func (k *link) set(live *connection) {
 
 // suspect waits, shortly, for a connection that failed a call to be seen as broken by its keeper.
 func (k *link) suspect(failed *connection) {
-	timer := time.NewTimer(redialFirst)
+	timer := time.NewTimer(minRedialDelay)
 	defer timer.Stop()
 	for k.live.Load() == failed {
 		k.mu.Lock()
@@ -414,12 +426,12 @@ func (k *link) suspect(failed *connection) {
 	}
 }
 
-// soon returns the connection, or waits for it no longer than patience.
+// soon returns the connection, or waits for it no longer than linkTimeout.
 func (k *link) soon(ctx context.Context) (*connection, error) {
 	if live := k.live.Load(); live != nil {
 		return live, nil
 	}
-	limited, cancel := context.WithTimeout(ctx, patience)
+	limited, cancel := context.WithTimeout(ctx, linkTimeout)
 	defer cancel()
 	live, err := k.wait(limited)
 	if err == nil || ctx.Err() != nil {

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
@@ -38,6 +39,7 @@ type guest struct {
 	guestv1.UnimplementedGuestServiceServer
 	hello func(*guestv1.HelloRequest, *guestv1.HelloResponse) // changes the honest answer
 	wait  func() error                                        // what Wait answers
+	start func() *guestv1.Status
 	waits atomic.Int32
 }
 
@@ -52,6 +54,10 @@ func (g *guest) Hello(_ context.Context, request *guestv1.HelloRequest) (*guestv
 		g.hello(request, response)
 	}
 	return response, nil
+}
+
+func (g *guest) Start(context.Context, *guestv1.StartRequest) (*guestv1.StartResponse, error) {
+	return &guestv1.StartResponse{Status: g.start()}, nil
 }
 
 func (g *guest) Wait(context.Context, *guestv1.WaitRequest) (*guestv1.WaitResponse, error) {
@@ -83,8 +89,8 @@ func (l *onceListener) Accept() (net.Conn, error) {
 func (l *onceListener) Close() error   { l.once.Do(func() { close(l.closed) }); return nil }
 func (l *onceListener) Addr() net.Addr { return &net.UnixAddr{} }
 
-// world is links over a real dialer, and guests that dial it.
-type world struct {
+// harness is links over a real dialer, and guests that dial it.
+type harness struct {
 	*Links
 	t     *testing.T
 	ctx   context.Context
@@ -108,14 +114,14 @@ func (m *machines) Dialer(context.Context, providers.Machine) (providers.Dialer,
 	return reverse.Listen(m.dir)
 }
 
-func newWorld(t *testing.T) *world {
+func newHarness(t *testing.T) *harness {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "gl-") // short, for sockets
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	w := &world{t: t, ctx: ctx, dir: dir}
+	w := &harness{t: t, ctx: ctx, dir: dir}
 	w.Links = New(Options{Build: "test", Log: slog.New(slog.DiscardHandler), Events: Events{
 		Up:   func(string, *guestv1.HelloResponse) { w.ups.Add(1) },
 		Down: func(_ string, cause error) { w.why.Store(cause.Error()); w.downs.Add(1) },
@@ -128,14 +134,14 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-func (w *world) open() *machines {
+func (w *harness) open() *machines {
 	m := &machines{dir: w.dir}
 	w.Open(Target{MachineID: machineID, Token: []byte(token), Provider: m, Machine: providers.Machine{ID: machineID}})
 	return m
 }
 
 // dial connects to the machine's socket as a guest does.
-func (w *world) dial() net.Conn {
+func (w *harness) dial() net.Conn {
 	w.t.Helper()
 	var conn net.Conn
 	w.wait("the socket", func() bool {
@@ -147,7 +153,7 @@ func (w *world) dial() net.Conn {
 }
 
 // serve serves a guest on a connection that it dials; stop breaks it.
-func (w *world) serve(g *guest) (stop func()) {
+func (w *harness) serve(g *guest) (stop func()) {
 	w.t.Helper()
 	server := grpc.NewServer()
 	guestv1.RegisterGuestServiceServer(server, g)
@@ -171,14 +177,14 @@ func (w *world) serve(g *guest) (stop func()) {
 	return stop
 }
 
-func (w *world) call() error {
+func (w *harness) call() error {
 	return w.Call(w.ctx, machineID, func(ctx context.Context, client guestv1.GuestServiceClient) error {
 		_, err := client.Wait(ctx, &guestv1.WaitRequest{})
 		return err
 	})
 }
 
-func (w *world) wait(what string, so func() bool) {
+func (w *harness) wait(what string, so func() bool) {
 	w.t.Helper()
 	for deadline := time.Now().Add(soon); !so(); {
 		if time.Now().After(deadline) {
@@ -188,7 +194,7 @@ func (w *world) wait(what string, so func() bool) {
 	}
 }
 
-func (w *world) up() { w.wait("the link", func() bool { return w.Hello(machineID) != nil }) }
+func (w *harness) up() { w.wait("the link", func() bool { return w.Hello(machineID) != nil }) }
 
 func TestAPeerThatIsNotTheGuestIsNotSpokenTo(t *testing.T) {
 	for _, test := range []struct {
@@ -207,7 +213,7 @@ func TestAPeerThatIsNotTheGuestIsNotSpokenTo(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			w.open()
 			impostor := &guest{hello: test.hello}
 			stop := w.serve(impostor)
@@ -230,7 +236,7 @@ func TestAPeerThatIsNotTheGuestIsNotSpokenTo(t *testing.T) {
 
 func TestABrokerWithAnotherTokenIsRefused(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.Open(Target{MachineID: machineID, Token: []byte("another"), Provider: &machines{dir: w.dir}, Machine: providers.Machine{ID: machineID}})
 	w.serve(&guest{})
 	w.wait("word of it", func() bool { return w.downs.Load() == 1 })
@@ -239,12 +245,12 @@ func TestABrokerWithAnotherTokenIsRefused(t *testing.T) {
 	}
 }
 
-func TestAMutePeerCostsOneHelloAndNoMore(t *testing.T) {
+func TestAnUnresponsivePeerCostsOneHelloAndNoMore(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open()
-	mute := w.dial()
-	defer func() { _ = mute.Close() }()
+	silent := w.dial()
+	defer func() { _ = silent.Close() }()
 	begin := time.Now()
 	sleep(w.ctx, 50*time.Millisecond) // so that it is the first
 	w.serve(&guest{})
@@ -256,7 +262,7 @@ func TestAMutePeerCostsOneHelloAndNoMore(t *testing.T) {
 
 func TestADeadSpareCostsNothing(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	dialer, err := reverse.Listen(w.dir)
 	if err != nil {
 		t.Fatal(err)
@@ -275,7 +281,7 @@ func TestADeadSpareCostsNothing(t *testing.T) {
 
 func TestALinkIsRedialledAndItsCallsGoOn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open().fails.Store(2)
 	begun := make(chan struct{}, 1)
 	hang := make(chan struct{})
@@ -306,7 +312,7 @@ func TestALinkIsRedialledAndItsCallsGoOn(t *testing.T) {
 
 func TestACallOnABrokenConnectionIsMadeAgainAndAStreamIsNot(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open()
 	var broken atomic.Bool
 	w.serve(&guest{wait: func() error {
@@ -332,19 +338,19 @@ func TestACallOnABrokenConnectionIsMadeAgainAndAStreamIsNot(t *testing.T) {
 
 func TestAGuestThatSaysItIsUnavailableIsBelievedInTheEnd(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open()
 	w.serve(&guest{wait: func() error { return status.Error(codes.Unavailable, "never") }})
 	w.up()
 	begin := time.Now()
-	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) || time.Since(begin) < patience || time.Since(begin) > 3*patience {
+	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) || time.Since(begin) < linkTimeout || time.Since(begin) > 3*linkTimeout {
 		t.Errorf("after %s: %v", time.Since(begin), err)
 	}
 }
 
 func TestAnErrorSaysWhetherTheMachineWasHeardFrom(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	if err := w.call(); !fault.Is(err, fault.GuestUnreachable) {
 		t.Errorf("without a link: %v", err)
 	}
@@ -388,7 +394,7 @@ func TestAnErrorSaysWhetherTheMachineWasHeardFrom(t *testing.T) {
 
 func TestAMachineThatWasNotYetHeardFromIsRecovering(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open()
 	if err := w.call(); !fault.Is(err, fault.Recovering) {
 		t.Errorf("the error is %v", err)
@@ -397,7 +403,7 @@ func TestAMachineThatWasNotYetHeardFromIsRecovering(t *testing.T) {
 
 func TestCloseEndsEverythingInEveryState(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.open()
 	w.serve(&guest{})
 	w.up()
@@ -417,44 +423,89 @@ func TestCloseEndsEverythingInEveryState(t *testing.T) {
 
 func TestAGuestsAnswersBecomeTheBrokersWords(t *testing.T) {
 	t.Parallel()
-	precondition := func(reason string) error {
-		s, err := status.New(codes.FailedPrecondition, "no").WithDetails(&errdetails.ErrorInfo{Reason: reason})
+	refusal := func(code codes.Code, reason string) error {
+		s, err := status.New(code, "no").WithDetails(&errdetails.ErrorInfo{Reason: reason, Domain: guestDomain})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return s.Err()
 	}
+	ended, end := context.WithCancel(context.Background())
+	end()
 	for _, test := range []struct {
 		name   string
+		ctx    context.Context
 		answer error
 		is     error        // or
 		reason fault.Reason //
+		final  bool         // it is the guest's own refusal
 	}{
-		{"canceled", status.Error(codes.Canceled, ""), context.Canceled, ""},
-		{"a deadline", status.Error(codes.DeadlineExceeded, ""), context.DeadlineExceeded, ""},
-		{"our own deadline", context.DeadlineExceeded, context.DeadlineExceeded, ""},
-		{"no job", status.Error(codes.NotFound, ""), ErrNoJob, ""},
-		{"dropped", status.Error(codes.OutOfRange, ""), ErrDropped, ""},
-		{"another boot", precondition("OTHER_BOOT"), ErrOtherBoot, ""},
-		{"another generation", precondition("OTHER_GENERATION"), ErrOtherGeneration, ""},
-		{"forgotten", precondition("FORGOTTEN"), ErrForgotten, ""},
-		{"another precondition", precondition("WHATEVER"), nil, fault.WrongState},
-		{"unavailable", status.Error(codes.Unavailable, ""), nil, fault.GuestUnreachable},
-		{"a bad argument", status.Error(codes.InvalidArgument, "spec"), nil, fault.InvalidField},
-		{"unimplemented", status.Error(codes.Unimplemented, ""), nil, fault.CapabilityMissing},
-		{"no room", status.Error(codes.ResourceExhausted, ""), nil, fault.QuotaExceeded},
-		{"permission", status.Error(codes.PermissionDenied, ""), nil, fault.Internal},
-		{"anything", status.Error(codes.Code(99), strings.Repeat("ü", 1<<20)), nil, fault.Internal},
+		{"a caller that left", ended, status.Error(codes.Canceled, ""), context.Canceled, "", false},
+		{"a connection that is closed", t.Context(), status.Error(codes.Canceled, ""), nil, fault.GuestUnreachable, false},
+		{"a deadline", t.Context(), status.Error(codes.DeadlineExceeded, ""), context.DeadlineExceeded, "", false},
+		{"our own deadline", t.Context(), context.DeadlineExceeded, context.DeadlineExceeded, "", false},
+		{"no job", t.Context(), status.Error(codes.NotFound, ""), ErrNoJob, "", false},
+		{"dropped", t.Context(), status.Error(codes.OutOfRange, ""), ErrDropped, "", false},
+		{"another boot", t.Context(), refusal(codes.FailedPrecondition, "OTHER_BOOT"), ErrOtherBoot, "", false},
+		{"another generation", t.Context(), refusal(codes.FailedPrecondition, "OTHER_GENERATION"), ErrOtherGeneration, "", false},
+		{"forgotten", t.Context(), refusal(codes.FailedPrecondition, "FORGOTTEN"), ErrForgotten, "", false},
+		{"another precondition", t.Context(), refusal(codes.FailedPrecondition, "WHATEVER"), nil, fault.WrongState, false},
+		{"unavailable", t.Context(), status.Error(codes.Unavailable, ""), nil, fault.GuestUnreachable, false},
+		{"a bad argument", t.Context(), status.Error(codes.InvalidArgument, "spec"), nil, fault.InvalidField, true},
+		{"what the guest cannot do", t.Context(), refusal(codes.Unimplemented, "REFUSED"), nil, fault.CapabilityMissing, true},
+		{"a call that is not known", t.Context(), status.Error(codes.Unimplemented, ""), nil, fault.CapabilityMissing, false},
+		{"no space left", t.Context(), refusal(codes.ResourceExhausted, "REFUSED"), nil, fault.QuotaExceeded, true},
+		{"a message that is too large", t.Context(), status.Error(codes.ResourceExhausted, ""), nil, fault.Internal, false},
+		{"a reply that cannot be decoded", t.Context(), status.Error(codes.Internal, ""), nil, fault.Internal, false},
+		{"permission", t.Context(), status.Error(codes.PermissionDenied, ""), nil, fault.Internal, false},
+		{"anything", t.Context(), status.Error(codes.Code(99), strings.Repeat("ü", 1<<20)), nil, fault.Internal, false},
 	} {
-		err := fromGuest(machineID, test.answer)
-		if test.is != nil && !errors.Is(err, test.is) || test.reason != "" && !fault.Is(err, test.reason) {
+		err := fromGuest(test.ctx, machineID, test.answer)
+		if test.is != nil && !errors.Is(err, test.is) || test.reason != "" && !fault.Is(err, test.reason) || errors.Is(err, ErrRefused) != test.final {
 			t.Errorf("%s: %v", test.name, err)
 		}
-		if len(err.Error()) > 2*maxGuestText {
+		if len(err.Error()) > 2*maxErrorText {
 			t.Errorf("%s: %d bytes of words", test.name, len(err.Error()))
 		}
 	}
-	if err := errors.New("no status"); fromGuest(machineID, err) == nil {
+	if err := errors.New("no status"); fromGuest(t.Context(), machineID, err) == nil {
 		t.Error("an error became none")
+	}
+}
+
+// The library on this side makes the status of a reply that is too large, and the guest has done what it
+// was asked for.
+func TestAReplyThatIsTooLargeIsNoRefusal(t *testing.T) {
+	t.Parallel()
+	w := newHarness(t)
+	w.open()
+	w.serve(&guest{start: func() *guestv1.Status {
+		return &guestv1.Status{JobId: "job_1", Shell: strings.Repeat("x", maxMessageBytes)}
+	}})
+	w.up()
+	_, err := w.StartJob(t.Context(), machineID, &guestv1.StartRequest{JobId: "job_1"})
+	if err == nil || errors.Is(err, ErrRefused) || !fault.Is(err, fault.Internal) {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+func TestTimesAreHeldToWhatAClockCanBe(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	for name, test := range map[string]struct {
+		from *timestamppb.Timestamp
+		want bool
+	}{
+		"none":            {nil, false},
+		"now":             {timestamppb.New(now), true},
+		"an hour ahead":   {timestamppb.New(now.Add(time.Hour)), true},
+		"two days ahead":  {timestamppb.New(now.Add(48 * time.Hour)), false},
+		"the epoch":       {timestamppb.New(time.Unix(0, 0)), true},
+		"beyond all time": {&timestamppb.Timestamp{Seconds: 1 << 60}, false},
+		"negative nanos":  {&timestamppb.Timestamp{Nanos: -1}, false},
+	} {
+		if got := boundTime(test.from, now); (got != nil) != test.want {
+			t.Errorf("%s: %v", name, got)
+		}
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -14,12 +15,15 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/jobs/background"
+	"github.com/berth-sandbox/berth/daemon/jobs/record"
+	"github.com/berth-sandbox/berth/daemon/jobs/start"
+	"github.com/berth-sandbox/berth/daemon/output"
+	"github.com/berth-sandbox/berth/daemon/request"
 	"github.com/berth-sandbox/berth/daemon/store"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
@@ -43,7 +47,7 @@ func firstKept(err error) (uint64, bool) {
 
 func TestAJobThatWasReservedBeforeACrashIsStartedOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	spec := &berthv1.JobSpec{
 		Shell: `echo ran >> ran; printf %s "$WORD"; cat; exit 7`, SecretEnv: map[string]string{"WORD": "secret "},
@@ -57,7 +61,7 @@ func TestAJobThatWasReservedBeforeACrashIsStartedOnce(t *testing.T) {
 	done := w.done(job.GetId())
 	w.wantExit(done, 7)
 	w.restart()
-	pause(w.ctx, 200*time.Millisecond)
+	background.Pause(w.ctx, 200*time.Millisecond)
 	if data, _ := w.readAll(job.GetId(), stdout); string(data) != "secret input" {
 		t.Errorf("it wrote %q", data)
 	}
@@ -72,13 +76,10 @@ func TestAJobThatWasReservedBeforeACrashIsStartedOnce(t *testing.T) {
 
 func TestAJobThatItsGuestBeganBeforeACrashIsNotStartedAgain(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.reserved(sandbox, shell("echo ran >> ran; sleep 0.3; exit 3"))
-	secrets, err := w.secrets(job)
-	must(t, err)
-	_, err = w.startInGuest(w.ctx, job, secrets)
-	must(t, err)
+	w.begin(sandbox, job)
 	w.restart()
 	w.wantExit(w.done(job.GetId()), 3)
 	if ran, err := os.ReadFile(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err != nil || string(ran) != "ran\n" {
@@ -88,10 +89,10 @@ func TestAJobThatItsGuestBeganBeforeACrashIsNotStartedAgain(t *testing.T) {
 
 func TestAJobWhoseDeadlineIsOverIsNotStarted(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.reserved(sandbox, &berthv1.JobSpec{Shell: "echo ran >> ran", StartDeadline: durationpb.New(time.Millisecond)})
-	pause(w.ctx, 10*time.Millisecond)
+	background.Pause(w.ctx, 10*time.Millisecond)
 	w.restart()
 	w.wantCause(w.done(job.GetId()), berthv1.Cause_CAUSE_FAILED_TO_START, "expired:")
 	if _, err := os.Stat(filepath.Join(sandbox.GetWorkspacePath(), "ran")); err == nil {
@@ -101,13 +102,12 @@ func TestAJobWhoseDeadlineIsOverIsNotStarted(t *testing.T) {
 
 func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	reserved := w.reserved(sandbox, shell("echo ran >> ran"))
 	running := w.started(sandbox, shell("sleep 100"))
 	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
-	must(t, w.sandboxes.MarkStopped(w.ctx, sandbox.GetMachineId()))
-	w.setBeginning(reserved.GetId(), false) // from here on nobody in this process is about to start it
+	w.rest(sandbox, berthv1.SandboxState_SANDBOX_STATE_STOPPED)
 
 	begin := time.Now()
 	unknown, err := w.Poll(w.ctx, namespace, running.GetId(), soon)
@@ -120,7 +120,7 @@ func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 	_, err = w.sandboxes.Resume(w.ctx, call("resume", ""), sandbox.GetId())
 	must(t, err)
 	for _, id := range []string{reserved.GetId(), running.GetId()} {
-		w.wait("job "+id, func() bool { return isDone(w.record(id)) })
+		w.wait("job "+id, func() bool { return record.IsDone(w.record(id)) })
 		if outcome := w.record(id).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
 			t.Errorf("job %s ended as %v", id, outcome)
 		}
@@ -132,7 +132,7 @@ func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 
 func TestFiftyCallersOfOneRequestShareOneJob(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	ids := make(chan string, 50)
 	var group sync.WaitGroup
@@ -161,7 +161,7 @@ func TestFiftyCallersOfOneRequestShareOneJob(t *testing.T) {
 
 func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, shell("echo some; sleep 100"))
 	w.wait("its output", func() bool {
@@ -186,7 +186,7 @@ func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !isDone(polled) {
+		if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !record.IsDone(polled) {
 			t.Errorf("a poll of a job that ends meanwhile: %s (%v)", polled.GetState(), err)
 		}
 	}()
@@ -195,7 +195,7 @@ func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 	w.wantCause(stopped, berthv1.Cause_CAUSE_STOPPED, "stop_requested")
 	<-ended
 	begin := time.Now()
-	if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !isDone(polled) || time.Since(begin) > soon/2 {
+	if polled, err := w.Poll(w.ctx, namespace, job.GetId(), soon); err != nil || !record.IsDone(polled) || time.Since(begin) > soon/2 {
 		t.Errorf("a poll of a job that is done: %s (%v)", polled.GetState(), err)
 	}
 	ctx, cancel := context.WithCancel(w.ctx)
@@ -207,7 +207,7 @@ func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 	if _, err := w.Poll(w.ctx, "other", other.GetId(), 0); !fault.Is(err, fault.JobNotFound) {
 		t.Errorf("a poll from another namespace: %v", err)
 	}
-	if _, err := w.Poll(w.ctx, namespace, lifecycle.NewID("job"), 0); !fault.Is(err, fault.JobNotFound) {
+	if _, err := w.Poll(w.ctx, namespace, request.NewID("job"), 0); !fault.Is(err, fault.JobNotFound) {
 		t.Errorf("a poll of no job: %v", err)
 	}
 	drained := make(chan error, 1)
@@ -215,7 +215,7 @@ func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 		_, err := w.Poll(w.ctx, namespace, other.GetId(), soon)
 		drained <- err
 	}()
-	pause(w.ctx, 50*time.Millisecond)
+	background.Pause(w.ctx, 50*time.Millisecond)
 	w.Drain()
 	if err := <-drained; !fault.Is(err, fault.Stopping) {
 		t.Errorf("a poll while the broker is stopped: %v", err)
@@ -224,20 +224,20 @@ func TestAPollWaitsAsLongAsItWasToldAndNoLonger(t *testing.T) {
 
 func TestAReceiptSaysWhatItDropped(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.done(w.started(sandbox, &berthv1.JobSpec{
 		Shell: "for i in $(seq 10000 19999); do echo $i; done; echo oops >&2; exit 5", OutputLimitBytes: 1200,
 	}).GetId())
 	w.wantExit(job, 5)
-	facts := job.GetStdout()
-	if facts.GetTotalBytes() != 60000 || len(facts.GetKept()) != 2 || facts.GetDroppedBytes() != 60000-length(facts.GetKept()) ||
-		length(facts.GetKept()) > 1200 || facts.GetKept()[0].GetFrom() != 0 || facts.GetKept()[1].GetTo() != 60000 || !facts.GetSealed() {
-		t.Fatalf("the facts are %v", facts)
+	stats := job.GetStdout()
+	if stats.GetTotalBytes() != 60000 || len(stats.GetKept()) != 2 || stats.GetDroppedBytes() != 60000-output.Length(stats.GetKept()) ||
+		output.Length(stats.GetKept()) > 1200 || stats.GetKept()[0].GetFrom() != 0 || stats.GetKept()[1].GetTo() != 60000 || !stats.GetSealed() {
+		t.Fatalf("the stats are %v", stats)
 	}
 	for _, when := range []string{"at once", "after a restart"} {
 		data, gaps := w.readAll(job.GetId(), stdout)
-		head, tail := facts.GetKept()[0], facts.GetKept()[1]
+		head, tail := stats.GetKept()[0], stats.GetKept()[1]
 		var all strings.Builder
 		for i := 10000; i < 20000; i++ {
 			fmt.Fprintln(&all, i)
@@ -264,12 +264,12 @@ func TestAReceiptSaysWhatItDropped(t *testing.T) {
 
 func TestAJobThatKeepsNoOutputHasItsOutcome(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	keep := false
 	job := w.done(w.started(w.sandbox(), &berthv1.JobSpec{Shell: "echo some; exit 4", KeepOutput: &keep}).GetId())
 	w.wantExit(job, 4)
 	if job.GetStdout().GetTotalBytes() != 5 || job.GetStdout().GetDroppedBytes() != 5 || len(job.GetStdout().GetKept()) > 0 {
-		t.Errorf("the facts are %v", job.GetStdout())
+		t.Errorf("the stats are %v", job.GetStdout())
 	}
 	if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, 0, 10, 0); !fault.Is(err, fault.OutputExpired) {
 		t.Errorf("reading it: %v", err)
@@ -277,21 +277,21 @@ func TestAJobThatKeepsNoOutputHasItsOutcome(t *testing.T) {
 }
 
 func TestAFullDiskLosesOutputAndNeverTheOutcome(t *testing.T) {
-	need.Root(t)
+	testenv.Root(t)
 	for name, options := range map[string]string{"no room for the bytes": "size=64k", "no room for a file": "nr_inodes=1"} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newHarness(t)
 			if err := syscall.Mount("tmpfs", w.outputDir, "tmpfs", 0, options); err != nil {
 				t.Skipf("a tmpfs cannot be mounted: %v", err)
 			}
 			t.Cleanup(func() { must(t, syscall.Unmount(w.outputDir, syscall.MNT_DETACH)) })
 			job := w.done(w.started(w.sandbox(), shell("head -c 1000000 /dev/zero; exit 9")).GetId())
 			w.wantExit(job, 9)
-			facts := job.GetStdout()
-			if facts.GetTotalBytes() != 1000000 || facts.GetDroppedBytes() == 0 || facts.GetDroppedBytes()+length(facts.GetKept()) != 1000000 {
-				t.Errorf("the facts are %v", facts)
+			stats := job.GetStdout()
+			if stats.GetTotalBytes() != 1000000 || stats.GetDroppedBytes() == 0 || stats.GetDroppedBytes()+output.Length(stats.GetKept()) != 1000000 {
+				t.Errorf("the stats are %v", stats)
 			}
-			for _, kept := range facts.GetKept() {
+			for _, kept := range stats.GetKept() {
 				if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, kept.GetFrom(), 10, 0); err != nil {
 					t.Errorf("reading what is kept: %v", err)
 				}
@@ -305,7 +305,7 @@ func TestAFullDiskLosesOutputAndNeverTheOutcome(t *testing.T) {
 
 func TestReceiptsAreDroppedWithTheirOutputWhenTheirTimeIsOver(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	old := w.done(w.started(sandbox, shell("echo old")).GetId())
 	between := time.Now()
@@ -329,14 +329,14 @@ func TestReceiptsAreDroppedWithTheirOutputWhenTheirTimeIsOver(t *testing.T) {
 	if removed, err := w.RemoveReceipts(w.ctx, time.Now().Add(time.Hour), 10); err != nil || removed != 1 {
 		t.Errorf("%d receipts were dropped (%v), want 1", removed, err)
 	}
-	if job, err := w.Poll(w.ctx, namespace, open.GetId(), 0); err != nil || isDone(job) {
+	if job, err := w.Poll(w.ctx, namespace, open.GetId(), 0); err != nil || record.IsDone(job) {
 		t.Errorf("the open job: %v (%v)", job, err)
 	}
 }
 
 func TestTheOldestReceiptsGoWhenThereAreTooMany(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	var ids []string
 	for range 3 {
@@ -364,7 +364,7 @@ func TestTheOldestReceiptsGoWhenThereAreTooMany(t *testing.T) {
 
 func TestTheOldestOutputGoesWhenThereIsTooMuch(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	var ids []string
 	for range 4 {
@@ -384,25 +384,23 @@ func TestTheOldestOutputGoesWhenThereIsTooMuch(t *testing.T) {
 		must(t, err)
 		_, readErr := w.ReadOutput(w.ctx, namespace, id, stdout, 0, 10, 0)
 		expired := fault.Is(readErr, fault.OutputExpired)
-		if facts := job.GetStdout(); expired != (i < 2) || readErr != nil && !expired ||
-			facts.GetTotalBytes() != 1000 || (facts.GetDroppedBytes() == 1000) != expired || job.GetOutcome().GetExitCode() != 0 {
-			t.Errorf("job %d: %v, %v", i, facts, readErr)
+		if stats := job.GetStdout(); expired != (i < 2) || readErr != nil && !expired ||
+			stats.GetTotalBytes() != 1000 || (stats.GetDroppedBytes() == 1000) != expired || job.GetOutcome().GetExitCode() != 0 {
+			t.Errorf("job %d: %v, %v", i, stats, readErr)
 		}
 	}
 }
 
 func TestASandboxHasNoMoreOpenJobsThanItMay(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
-		for range MaxOpenJobs {
-			job, _, err := w.newJob(namespace, sandbox.GetId(), shell("true"), true)
-			if err != nil {
-				return err
-			}
-			job.MachineId = "m_other" // so that nobody settles it
-			if err := tx.PutJob(job, "", ""); err != nil {
+		for range start.MaxOpenJobs {
+			if err := tx.PutJob(&recordv1.JobRecord{
+				Id: request.NewID("job"), Namespace: namespace, SandboxId: sandbox.GetId(), Spec: shell("true"),
+				State: berthv1.JobState_JOB_STATE_RESERVED, MachineId: "m_other", // so that nobody reconciles it
+			}, "", ""); err != nil {
 				return err
 			}
 		}
@@ -415,7 +413,7 @@ func TestASandboxHasNoMoreOpenJobsThanItMay(t *testing.T) {
 
 func TestJobsOfADestroyedSandboxKeepWhatIsKnownOfThem(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	running := w.started(sandbox, shell("echo some; sleep 100"))
 	reserved := w.reserved(sandbox, shell("true"))
@@ -437,7 +435,7 @@ func TestJobsOfADestroyedSandboxKeepWhatIsKnownOfThem(t *testing.T) {
 
 func TestAJobThatIsOverTakesNoInputEvenWhenItsMachineIsGone(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, &berthv1.JobSpec{Shell: "cat", Stdin: &berthv1.Stdin{Source: &berthv1.Stdin_Open{Open: true}}})
 	_, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
@@ -449,7 +447,7 @@ func TestAJobThatIsOverTakesNoInputEvenWhenItsMachineIsGone(t *testing.T) {
 
 func TestAJobThatLeftAChildBehindIsSealedWhenItsSandboxIsDestroyed(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, shell("sleep 100 & echo left"))
 	done := w.done(job.GetId())
@@ -467,11 +465,11 @@ func TestAJobThatLeftAChildBehindIsSealedWhenItsSandboxIsDestroyed(t *testing.T)
 
 func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, shell("sleep 100"))
 	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
-	must(t, w.sandboxes.MarkLost(w.ctx, sandbox.GetMachineId()))
+	w.rest(sandbox, berthv1.SandboxState_SANDBOX_STATE_LOST)
 	done := w.record(job.GetId())
 	w.wantCause(done, berthv1.Cause_CAUSE_LOST, "machine_gone")
 	if done.GetOutcome().ExitCode != nil {
@@ -484,13 +482,13 @@ func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 
 func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	ran, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("echo hello; echo oops >&2; exit 6"), 3)
 	must(t, err)
 	w.wantExit(ran.Job, 6)
 	if got := string(ran.Stdout.GetHead()) + "|" + string(ran.Stdout.GetTail()); len(got) != 4 || ran.Job.GetStdout().GetTotalBytes() != 6 {
-		t.Errorf("its output is %q, its facts %v", got, ran.Job.GetStdout())
+		t.Errorf("its output is %q, its stats %v", got, ran.Job.GetStdout())
 	}
 	ctx, cancel := context.WithTimeout(w.ctx, 200*time.Millisecond)
 	defer cancel()
@@ -511,11 +509,11 @@ func TestAnAttachedCommandEndsWithItsCaller(t *testing.T) {
 
 func TestAnAnsweredCommandIsKnownAfterARestart(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	ran, err := w.Run(w.ctx, call("run", ""), w.sandbox().GetId(), shell("exit 9"), 100)
 	must(t, err)
 	id := ran.Job.GetId()
-	w.wait("its record, which is written behind", func() bool { return w.attachedHere(id) == nil })
+	w.wait("its record, which is written behind", func() bool { return w.unrecorded.Find(id) == nil })
 	w.restart() // its guest was told to forget it by now
 	job := w.done(id)
 	w.wantExit(job, 9)
@@ -524,17 +522,17 @@ func TestAnAnsweredCommandIsKnownAfterARestart(t *testing.T) {
 	}
 }
 
-func TestAThankedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger(t *testing.T) {
+func TestAnAcknowledgedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
-	job, command, err := w.newAttached(call("exec", ""), sandbox.GetId(), shell("exit 4"))
+	job, command, err := w.unrecorded.Add(call("exec", ""), sandbox.GetId(), shell("exit 4"))
 	must(t, err)
 	must(t, w.links.Call(w.ctx, job.GetMachineId(), func(ctx context.Context, guest guestv1.GuestServiceClient) error {
 		_, err := guest.Start(ctx, &guestv1.StartRequest{JobId: job.GetId(), Command: command})
 		return err
 	}))
-	status, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), soon)
+	status, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), soon)
 	must(t, err)
 	busy, release := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -545,152 +543,98 @@ func TestAThankedCommandIsForgottenOnlyAfterItsRecordIsInTheLedger(t *testing.T)
 		})
 	}()
 	<-busy // nothing is committed from here on
-	done, err := w.receipt(w.ctx, job, status)
-	must(t, err)
-	w.Thanked(done, true)
-	pause(w.ctx, 5*spendEvery)
-	if _, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
+	w.Acknowledge(w.unrecorded.Done(job, status), true)
+	background.Pause(w.ctx, 500*time.Millisecond) // several rounds of what would tell it
+	if _, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
 		t.Errorf("its guest was told to forget it while the ledger did not know its end: %v", err)
 	}
 	close(release)
 	w.wait("its guest to forget it", func() bool {
-		_, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0)
+		_, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), 0)
 		return errors.Is(err, guestlink.ErrNoJob)
 	})
 	w.wantExit(w.record(job.GetId()), 4)
 }
 
-func TestNewsMissesNoWakeUp(t *testing.T) {
+func TestAChangeBetweenTheReadAndTheWaitIsSeen(t *testing.T) {
 	t.Parallel()
-	n := newNews()
-	const changes = 2000
-	var mu sync.Mutex
-	value := 0
-	var group sync.WaitGroup
-	for range 8 {
-		group.Go(func() {
-			changed, stop := n.about("job")
-			defer stop()
-			for {
-				mu.Lock()
-				seen := value
-				mu.Unlock()
-				if seen == changes {
-					return
-				}
-				select {
-				case <-changed:
-				case <-time.After(soon):
-					t.Errorf("nobody told of the change after %d", seen)
-					return
-				}
-			}
-		})
-	}
-	for range changes {
-		mu.Lock()
-		value++
-		mu.Unlock()
-		n.tell("job")
-		n.tell("another")
-	}
-	group.Wait()
-	if len(n.waiting) > 0 {
-		t.Errorf("%d jobs are still listened to", len(n.waiting))
-	}
-}
-
-func TestAChangeBetweenTheLookAndTheWaitIsHeard(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	job := w.reserved(w.sandbox(), shell("true"))
 	looks := 0
 	ctx, cancel := context.WithTimeout(w.ctx, soon/4)
 	defer cancel()
-	_, err := w.until(ctx, job.GetId(), func(seen *recordv1.JobRecord) bool {
+	_, err := w.jobs.Until(ctx, job, func(seen *recordv1.JobRecord) bool {
 		if looks++; looks == 1 { // it ends just after it was read, and before anybody waits
-			_, err := w.finish(w.ctx, job.GetId(), func(job *recordv1.JobRecord) { w.close(job, lost("test: so")) })
+			_, err := w.receipts.Close(w.ctx, job.GetId(), record.Lost("test: so"))
 			must(t, err)
 		}
-		return isDone(seen)
+		return record.IsDone(seen)
 	})
 	if err != nil || looks != 2 {
 		t.Errorf("looked %d times (%v), want 2", looks, err)
 	}
 }
 
-func TestAHeldJobIsForgottenWhenTheLastReaderLetsGo(t *testing.T) {
+func TestAPinnedJobIsForgottenWhenTheLastReaderIsDone(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, shell("true"))
-	first, second := w.hold(job), w.hold(job)
+	first, second := w.receipts.Pin(job), w.receipts.Pin(job)
 	w.done(job.GetId())
-	w.wait("it to be forgettable", func() bool {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		return w.forgettable[job.GetId()]
-	})
+	status, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), soon)
+	must(t, err)
+	_, err = w.receipts.Import(w.ctx, job.GetMachineId(), status) // and its guest may forget it now
+	must(t, err)
 	first()
-	if _, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
+	if _, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), 0); err != nil {
 		t.Errorf("it was forgotten while somebody reads: %v", err)
 	}
 	second()
 	w.wait("it to be forgotten", func() bool {
-		_, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), 0)
+		_, err := w.links.WaitJob(w.ctx, job.GetMachineId(), job.GetId(), 0)
 		return err != nil
 	})
-	if !w.mayForget(job.GetId()) || len(w.held) > 0 || len(w.forgettable) > 0 {
-		t.Errorf("held: %v, forgettable: %v", w.held, w.forgettable)
+	if !w.receipts.MayForget(job.GetId()) {
+		t.Error("it is still pinned")
 	}
 }
 
-func TestWhatLiesAtHomeIsFoundInOrder(t *testing.T) {
+// The record of an attached command's end is written behind its answer, and nobody else is told of it.
+func TestAPollOfAnAttachedCommandAnswersWhenItEnds(t *testing.T) {
 	t.Parallel()
-	home, err := openHomeOutput(filepath.Join(t.TempDir(), "output"))
+	w := newHarness(t)
+	sandbox := w.sandbox()
+	fifo := filepath.Join(sandbox.GetWorkspacePath(), "go")
+	must(t, syscall.Mkfifo(fifo, 0o600))
+	peer := &listener{started: make(chan string, 1)}
+	ended := make(chan error, 1)
+	go func() {
+		ended <- w.Exec(w.ctx, call("exec", ""), sandbox.GetId(), shell("read line < go; exit 4"), peer)
+	}()
+	job, err := w.jobs.Find(namespace, <-peer.started)
 	must(t, err)
-	const id = "job_1"
-	must(t, home.write(id, stdout, 100, 100, []byte("tail")))
-	must(t, home.write(id, stdout, 0, 0, []byte("he")))
-	must(t, home.write(id, stdout, 0, 2, []byte("ad")))
-	must(t, home.write(id, stderr, 0, 0, []byte("err")))
-	must(t, os.WriteFile(filepath.Join(home.dir, id, "stdout.x"), []byte("no range"), 0o600))
-	got := home.ranges(id, stdout)
-	if len(got) != 2 || !same(got[0], bytesRange(0, 4)) || !same(got[1], bytesRange(100, 104)) {
-		t.Errorf("the ranges are %v", got)
-	}
-	if data, err := home.read(id, stdout, 100, 101, 2); err != nil || string(data) != "ai" {
-		t.Errorf("it reads %q (%v)", data, err)
-	}
-	must(t, home.sync(id))
-	home.prune(id, map[berthv1.Stream][]*berthv1.ByteRange{stdout: {bytesRange(0, 4)}})
-	if got := home.ranges(id, stdout); len(got) != 1 || len(home.ranges(id, stderr)) > 0 || home.size() != 4 {
-		t.Errorf("after the pruning: %v, %d bytes", got, home.size())
-	}
-	must(t, home.remove(id))
-	must(t, home.sync(id))
-	if home.size() != 0 || len(home.ranges(id, stdout)) > 0 {
-		t.Error("something is left")
-	}
+	var seen sync.Once
+	job, err = w.jobs.Until(w.ctx, job, func(job *recordv1.JobRecord) bool {
+		seen.Do(func() { must(t, os.WriteFile(fifo, []byte("\n"), 0o600)) }) // it ends only when it is waited for
+		return record.IsDone(job)
+	})
+	must(t, err)
+	w.wantExit(job, 4)
+	must(t, <-ended)
 }
 
-func TestTimesAreHeldToWhatAClockCanBe(t *testing.T) {
-	t.Parallel()
-	now := time.Now()
-	for name, test := range map[string]struct {
-		from *timestamppb.Timestamp
-		want bool
-	}{
-		"none":            {nil, false},
-		"now":             {timestamppb.New(now), true},
-		"an hour ahead":   {timestamppb.New(now.Add(time.Hour)), true},
-		"two days ahead":  {timestamppb.New(now.Add(48 * time.Hour)), false},
-		"the epoch":       {timestamppb.New(time.Unix(0, 0)), true},
-		"beyond all time": {&timestamppb.Timestamp{Seconds: 1 << 60}, false},
-		"negative nanos":  {&timestamppb.Timestamp{Nanos: -1}, false},
-	} {
-		if got := boundedTime(test.from, now); (got != nil) != test.want {
-			t.Errorf("%s: %v", name, got)
-		}
-	}
+// listener is a peer that only listens.
+type listener struct {
+	started chan string
 }
+
+func (l *listener) Started(job *recordv1.JobRecord, _ uint64) error {
+	l.started <- job.GetId()
+	return nil
+}
+func (l *listener) Chunk(*berthv1.OutputChunk) error         { return nil }
+func (l *listener) Gap(*berthv1.OutputGap) error             { return nil }
+func (l *listener) InputTaken(uint64) error                  { return nil }
+func (l *listener) Done(*recordv1.JobRecord) error           { return nil }
+func (l *listener) Receive() (*guestv1.AttachRequest, error) { return nil, io.EOF }

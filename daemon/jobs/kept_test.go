@@ -3,7 +3,6 @@ package jobs
 import (
 	"os"
 	"path/filepath"
-	"strconv"
 	"testing"
 	"time"
 
@@ -11,61 +10,92 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/jobs/record"
+	"github.com/berth-sandbox/berth/daemon/request"
 	"github.com/berth-sandbox/berth/daemon/store"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-func TestAJobWhoseReceiptWasDroppedIsNotTakenUpAgain(t *testing.T) {
+func TestAJobWhoseReceiptMayHaveBeenDroppedIsNotRecovered(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	machine := w.sandbox().GetMachineId()
-	w.opts.Retention = time.Hour
-	for _, test := range []struct {
-		ended time.Duration // ago
-		done  bool
-		taken bool
-	}{{time.Minute, true, true}, {2 * time.Hour, true, false}, {2 * time.Hour, false, true}} {
-		status := &guestv1.Status{
-			JobId: lifecycle.NewID("job"), Done: test.done, Durable: true, EndTime: timestamppb.New(time.Now().Add(-test.ended)),
-		}
-		job, err := w.adopt(w.ctx, machine, status)
-		if err != nil || (job != nil) != test.taken {
-			t.Errorf("a job that ended %s ago (done: %t): taken up as %v (%v)", test.ended, test.done, job, err)
-		}
+	w, _, sandbox, l := scripted(t, func(w *harness) { w.retention = time.Hour })
+	named := func(ended time.Duration, done bool) *guestv1.Status {
+		status := finished(request.NewID("job"), exited(0))
+		status.Done, status.EndTime = done, timestamppb.New(time.Now().Add(-ended))
+		return status
 	}
+	young, old, running := named(time.Minute, true), named(2*time.Hour, true), named(2*time.Hour, false)
+	l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{old, young, running}}
+	w.recovered(sandbox, young, running)
 }
 
-func TestAReceiptThatWasDroppedForItsNumberIsNotTakenUpAgain(t *testing.T) {
+func TestAReceiptThatWasDroppedForItsNumberIsNotRecovered(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	old := w.done(w.started(sandbox, shell("true")).GetId())
-	young := w.done(w.started(sandbox, shell("true")).GetId())
+	w, _, sandbox, l := scripted(t)
+	ended := func() *guestv1.Status {
+		status := finished(w.started(sandbox, shell("true")).GetId(), exited(0))
+		status.EndTime = timestamppb.Now()
+		l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{status}}
+		w.done(status.GetJobId())
+		return status
+	}
+	old, young := ended(), ended()
 	if removed, err := w.RemoveExcess(w.ctx, 1, 10); err != nil || removed != 1 {
 		t.Fatalf("%d receipts were dropped (%v), want 1", removed, err)
 	}
-	for _, job := range []*recordv1.JobRecord{old, young} {
-		// As a guest names it that was not told to forget it.
-		status := &guestv1.Status{JobId: job.GetId(), Done: true, Durable: true, EndTime: job.GetEndTime()}
-		taken, err := w.adopt(w.ctx, sandbox.GetMachineId(), status)
-		if err != nil || (taken != nil) != (job == young) {
-			t.Errorf("job %s is taken up as %v (%v)", job.GetId(), taken, err)
+	// As a guest names them that was not told to forget them.
+	l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{old, young}}
+	w.recovered(sandbox, young)
+}
+
+// waitDone waits for the end of a job that may have no record yet.
+func (w *harness) waitDone(id string) {
+	w.t.Helper()
+	w.wait("the end of job "+id, func() bool {
+		job, err := w.Poll(w.ctx, namespace, id, 0)
+		return err == nil && record.IsDone(job)
+	})
+}
+
+// recovered waits until a list was taken, and fails unless the jobs of a sandbox are these.
+func (w *harness) recovered(sandbox *recordv1.SandboxRecord, want ...*guestv1.Status) {
+	w.t.Helper()
+	last := finished(request.NewID("job"), exited(0))
+	last.EndTime = timestamppb.Now()
+	w.provider.(*scriptedProvider).guest(sandbox.GetMachineId()).list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{last}}
+	w.waitDone(last.GetJobId())
+	jobs, _, _, err := w.List(namespace, Filter{SandboxID: sandbox.GetId()}, store.Page{Size: 100})
+	must(w.t, err)
+	wanted := map[string]bool{last.GetJobId(): true}
+	for _, status := range want {
+		wanted[status.GetJobId()] = true
+	}
+	for _, job := range jobs {
+		if !wanted[job.GetId()] {
+			w.t.Errorf("job %s is there", job.GetId())
 		}
+		delete(wanted, job.GetId())
+	}
+	if len(wanted) > 0 {
+		w.t.Errorf("jobs %v are not there", wanted)
 	}
 }
 
 func TestOutputThatNoReceiptNamesGoesAndOthersStay(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.sandbox()
 	left := w.done(w.started(sandbox, shell("head -c 5000 /dev/zero")).GetId())
 	// As a kill between the two leaves it.
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
-		_, err := nameNoOutput(tx, left.GetId(), "")
-		return err
+		job, err := tx.Job(left.GetId())
+		if err != nil {
+			return err
+		}
+		job.Stdout.Kept, job.Stdout.DroppedBytes = nil, job.GetStdout().GetTotalBytes()
+		return tx.PutJob(job, "", "")
 	}))
 	young := w.done(w.started(sandbox, shell("echo young")).GetId())
 	open := w.started(sandbox, shell("head -c 5000 /dev/zero; sleep 100")) // and what runs does not count
@@ -77,14 +107,14 @@ func TestOutputThatNoReceiptNamesGoesAndOthersStay(t *testing.T) {
 	if data, missing := w.readAll(young.GetId(), stdout); string(data) != "young\n" || missing > 0 {
 		t.Errorf("the young one has %q and %d gaps", data, missing)
 	}
-	if isDone(w.record(open.GetId())) {
+	if record.IsDone(w.record(open.GetId())) {
 		t.Error("the open job is done")
 	}
 }
 
 func TestAJobThatLeftSomethingRunningKeepsItsReceipt(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	job := w.done(w.started(w.sandbox(), shell("echo first; sleep 100 & exit 5")).GetId())
 	if removed, err := w.RemoveExcess(w.ctx, 0, 10); err != nil || removed != 0 {
 		t.Errorf("%d receipts were dropped (%v), want none", removed, err)
@@ -92,7 +122,7 @@ func TestAJobThatLeftSomethingRunningKeepsItsReceipt(t *testing.T) {
 	stopped, err := w.Stop(w.ctx, call("stop", ""), job.GetId(), nil)
 	must(t, err)
 	w.wantExit(stopped, 5)
-	w.wait("its output to be sealed", func() bool { return isComplete(w.record(job.GetId())) })
+	w.wait("its output to be sealed", func() bool { return record.IsComplete(w.record(job.GetId())) })
 	if removed, err := w.RemoveExcess(w.ctx, 0, 10); err != nil || removed != 1 {
 		t.Errorf("%d receipts were dropped (%v), want 1", removed, err)
 	}
@@ -106,7 +136,7 @@ func TestKeptOutputThatIsNotThereIsTold(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			job := w.done(w.started(w.sandbox(), shell("echo it")).GetId())
 			must(t, harm(filepath.Join(w.outputDir, job.GetId(), "stdout.0")))
 			if _, err := w.ReadOutput(w.ctx, namespace, job.GetId(), stdout, 0, 10, 0); !fault.Is(err, fault.OutputExpired) {
@@ -116,7 +146,7 @@ func TestKeptOutputThatIsNotThereIsTold(t *testing.T) {
 				t.Errorf("head and tail: %v (%v)", ran, err)
 			}
 			var seen gaps
-			must(t, w.replayStream(job, stdout, 0, &seen))
+			must(t, w.output.Replay(job.GetId(), stdout, job.GetStdout(), 0, &seen))
 			if len(seen.of) != 1 || seen.of[0].GetRange().GetTo() != 3 || seen.bytes != 0 {
 				t.Errorf("replayed: gaps %v, %d bytes", seen.of, seen.bytes)
 			}
@@ -138,18 +168,15 @@ func (g *gaps) Chunk(chunk *berthv1.OutputChunk) error { g.bytes += len(chunk.Ge
 // A job that was started after the backup of which this ledger is keeps its output, whoever brings it home.
 func TestAJobThatWasFoundKeepsItsOutputWhoeverBringsItHome(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	job := w.started(w.sandbox(), shell("echo it; sleep 0.5"))
 	w.Unfollow(job.GetMachineId()) // whoever is attached to it comes first
-	w.wait("it to be recorded as running", func() bool { return hasBegun(w.record(job.GetId())) })
+	w.wait("it to be recorded as running", func() bool { return record.HasBegun(w.record(job.GetId())) })
 	found := w.record(job.GetId())
 	found.StartDeadline, found.Spec = nil, &berthv1.JobSpec{}
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error { return tx.PutJob(proto.CloneOf(found), "", "") }))
-	status, err := w.waitInGuest(w.ctx, job.GetMachineId(), job.GetId(), soon)
-	must(t, err)
-	_, err = w.receipt(w.ctx, found, status)
-	must(t, err)
-	w.wait("its end to be recorded", func() bool { return isDone(w.record(job.GetId())) })
+	must(t, w.Reattach(w.ctx, namespace, job.GetId(), 0, 0, &listener{started: make(chan string, 1)}))
+	w.wait("its end to be recorded", func() bool { return record.IsDone(w.record(job.GetId())) })
 	if data, missing := w.readAll(job.GetId(), stdout); string(data) != "it\n" || missing > 0 {
 		t.Errorf("it has %q and %d gaps", data, missing)
 	}
@@ -159,38 +186,15 @@ func TestAJobThatWasFoundKeepsItsOutputWhoeverBringsItHome(t *testing.T) {
 // may never have heard of.
 func TestACommandWhoseCallerWentAwayAndThatNobodyKnowsIsLostByThat(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	begun := w.started(w.sandbox(), shell("sleep 100"))
 	abandoned := proto.CloneOf(begun)
-	abandoned.Id, abandoned.State, abandoned.StartDeadline = lifecycle.NewID("job"), berthv1.JobState_JOB_STATE_RUNNING, nil
+	abandoned.Id, abandoned.State, abandoned.StartDeadline = request.NewID("job"), berthv1.JobState_JOB_STATE_RUNNING, nil
 	abandoned.Detached, abandoned.KeepOutput = false, false
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error { return tx.PutJob(abandoned, "job.abandoned", "") }))
 	w.restart()
 	w.wantCause(w.done(abandoned.GetId()), berthv1.Cause_CAUSE_LOST, "disconnected:")
-	if isDone(w.record(begun.GetId())) {
+	if record.IsDone(w.record(begun.GetId())) {
 		t.Error("the job beside it is done as well")
-	}
-}
-
-func TestNoMoreCommandsAreTakenThanCanBeRecorded(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	sandbox := w.sandbox().GetId()
-	w.mu.Lock()
-	w.spending = true // nobody gets anywhere with what gathers, as on a full disk
-	for i := range unrecordedMost {
-		w.recorded[strconv.Itoa(i)] = true
-	}
-	w.mu.Unlock()
-	_, err := w.Run(w.ctx, call("run", ""), sandbox, &berthv1.JobSpec{Argv: []string{"true"}}, 10)
-	if !fault.Is(err, fault.StoreFull) {
-		t.Errorf("one more command: %v", err)
-	}
-	w.mu.Lock()
-	clear(w.recorded)
-	w.spending = false
-	w.mu.Unlock()
-	if _, err := w.Run(w.ctx, call("run", ""), sandbox, &berthv1.JobSpec{Argv: []string{"true"}}, 10); err != nil {
-		t.Errorf("with room again: %v", err)
 	}
 }

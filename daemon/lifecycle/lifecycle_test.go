@@ -11,10 +11,10 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
+	"github.com/berth-sandbox/berth/daemon/request"
 	"github.com/berth-sandbox/berth/daemon/store"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
-	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
 
@@ -45,8 +45,8 @@ func TestACreateTakesEachAnswerOfItsProviderForWhatItIs(t *testing.T) {
 		{"a refusal after an ambiguous answer", []fake.Fault{
 			{Call: fake.CallCreate, Kind: fake.LoseReply, Times: 1}, {Call: fake.CallCreate, Kind: fake.Refuse},
 		}, fault.ProviderRefused, 0},
-		{"no room", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Capacity}}, fault.QuotaExceeded, 0},
-		{"a machine that stops each time", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Kill}}, fault.MachineGone, 0},
+		{"no capacity", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Capacity}}, fault.QuotaExceeded, 0},
+		{"a machine that stops each time", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Kill}}, fault.ProviderRefused, 0},
 		{"a machine that vanishes before its guest answered", []fake.Fault{
 			{Call: fake.CallCreate, Kind: fake.Mute}, {Call: fake.CallInspect, Kind: fake.Vanish, Times: 1},
 		}, fault.MachineGone, 0},
@@ -63,7 +63,7 @@ func TestACreateTakesEachAnswerOfItsProviderForWhatItIs(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			w.script(test.faults...)
 			sandbox, err := w.create("c")
 			if test.reason == "" {
@@ -94,7 +94,7 @@ func TestADestroyIsNeverGivenUp(t *testing.T) {
 	} {
 		t.Run(string(kind), func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			sandbox := w.created()
 			w.script(fake.Fault{Call: fake.CallDestroy, Kind: kind, Times: 2, DelayMillis: 20})
 			_, err := w.Destroy(w.ctx, call("destroy", "d"), sandbox.GetId())
@@ -106,9 +106,9 @@ func TestADestroyIsNeverGivenUp(t *testing.T) {
 			}
 		})
 	}
-	t.Run("a mute guest", func(t *testing.T) {
+	t.Run("an unresponsive guest", func(t *testing.T) {
 		t.Parallel()
-		w := newWorld(t)
+		w := newHarness(t)
 		sandbox := w.created()
 		must(t, w.fake.World().Mute(sandbox.GetMachineId()))
 		_, err := w.Destroy(w.ctx, call("destroy", "d"), sandbox.GetId())
@@ -131,10 +131,11 @@ func TestAResumeTakesEachAnswerOfItsProviderForWhatItIs(t *testing.T) {
 		{fake.Kill, 1, "", 3},
 		{fake.Refuse, 0, fault.ProviderRefused, 1},
 		{fake.Capacity, 0, fault.QuotaExceeded, 1},
+		{fake.Kill, 0, fault.ProviderRefused, 4}, // each time: it is stopped, and can be resumed all the same
 	} {
 		t.Run(string(test.kind), func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			sandbox := w.stopped()
 			w.script(fake.Fault{Call: fake.CallCreate, Kind: test.kind, Times: test.times})
 			resumed, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
@@ -164,9 +165,9 @@ func TestAResumeTakesEachAnswerOfItsProviderForWhatItIs(t *testing.T) {
 // again.
 type crash struct {
 	name    string
-	arrange func(*world)
-	reached func(*world) bool
-	calm    func(*world)
+	arrange func(*harness)
+	reached func(*harness) bool
+	calm    func(*harness)
 }
 
 // hangUntilEnd blocks a hook until the service ends.
@@ -177,36 +178,36 @@ func hangUntilEnd(ctx context.Context) error {
 
 var bootCrashes = []crash{
 	{"before the machine is booted",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang}) },
-		func(w *world) bool { return w.step() == "boot" && w.calls(fake.CallCreate) > w.before }, nil},
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang}) },
+		func(w *harness) bool { return w.step() == "boot" && w.calls(fake.CallCreate) > w.before }, nil},
 	{"after it was booted, before that is recorded",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}) },
-		func(w *world) bool { return w.step() == "boot" && w.boots() > w.before }, nil},
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}) },
+		func(w *harness) bool { return w.step() == "boot" && w.boots() > w.before }, nil},
 	{"before its guest has answered",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute}) },
-		func(w *world) bool { return w.step() == "connect" },
-		func(w *world) { must(w.t, w.fake.World().Wake(w.only().GetMachineId())) }},
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute}) },
+		func(w *harness) bool { return w.step() == "connect" },
+		func(w *harness) { must(w.t, w.fake.World().Wake(w.only().GetMachineId())) }},
 }
 
-func (w *world) step() string { return w.operation().GetStep() }
+func (w *harness) step() string { return w.operation().GetStep() }
 
 func TestACreateGoesOnAfterACrashAtEachStep(t *testing.T) {
 	for _, test := range append([]crash{
 		{"while the workspace is prepared",
-			func(w *world) { w.setHooks(hangUntilEnd, nil) },
-			func(w *world) bool { return w.prepared.Load() == 1 },
-			func(w *world) { w.setHooks(nil, nil) }},
+			func(w *harness) { w.setHooks(hangUntilEnd, nil) },
+			func(w *harness) bool { return w.prepared.Load() == 1 },
+			func(w *harness) { w.setHooks(nil, nil) }},
 		{"before it is ready",
-			func(w *world) {
+			func(w *harness) {
 				w.setHooks(func(context.Context) error {
 					return w.fake.World().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Hang})
 				}, nil)
 			},
-			func(w *world) bool { return w.step() == "ready" && w.calls(fake.CallInfo) > 1 }, nil},
+			func(w *harness) bool { return w.step() == "ready" && w.calls(fake.CallInfo) > 1 }, nil},
 	}, bootCrashes...) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			test.arrange(w)
 			first := make(chan error, 1)
 			go func() {
@@ -233,7 +234,7 @@ func TestACreateGoesOnAfterACrashAtEachStep(t *testing.T) {
 }
 
 // restart begins the service again, without faults.
-func (w *world) restart(calm func(*world)) {
+func (w *harness) restart(calm func(*harness)) {
 	w.t.Helper()
 	w.script()
 	if calm != nil {
@@ -247,7 +248,7 @@ func TestAResumeGoesOnAfterACrashAtEachStep(t *testing.T) {
 	for _, test := range bootCrashes {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			w.stopped()
 			w.before = 1
 			test.arrange(w)
@@ -274,29 +275,29 @@ func TestAResumeGoesOnAfterACrashAtEachStep(t *testing.T) {
 
 var destroyCrashes = []crash{
 	{"before the machine is destroyed",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallDestroy, Kind: fake.Hang}) },
-		func(w *world) bool { return w.calls(fake.CallDestroy) == 1 }, nil},
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallDestroy, Kind: fake.Hang}) },
+		func(w *harness) bool { return w.calls(fake.CallDestroy) == 1 }, nil},
 	{"after it was destroyed, before that is recorded",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallDestroy, Kind: fake.HangAfter}) },
-		func(w *world) bool {
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallDestroy, Kind: fake.HangAfter}) },
+		func(w *harness) bool {
 			machines, err := w.fake.World().Machines()
 			return err == nil && len(machines) == 0 && w.calls(fake.CallDestroy) == 1
 		}, nil},
 	{"before it is known to be gone",
-		func(w *world) { w.script(fake.Fault{Call: fake.CallInspect, Kind: fake.Hang}) },
-		func(w *world) bool { return w.calls(fake.CallInspect) > 0 && w.calls(fake.CallDestroy) == 1 }, nil},
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallInspect, Kind: fake.Hang}) },
+		func(w *harness) bool { return w.calls(fake.CallInspect) > 0 && w.calls(fake.CallDestroy) == 1 }, nil},
 }
 
 func TestADestroyGoesOnAfterACrashAtEachStep(t *testing.T) {
 	for _, test := range append([]crash{
 		{"while its jobs are settled",
-			func(w *world) { w.setHooks(nil, func(ctx context.Context) { <-ctx.Done() }) },
-			func(w *world) bool { return w.settled.Load() == 1 },
-			func(w *world) { w.setHooks(nil, nil) }},
+			func(w *harness) { w.setHooks(nil, func(ctx context.Context) { <-ctx.Done() }) },
+			func(w *harness) bool { return w.settled.Load() == 1 },
+			func(w *harness) { w.setHooks(nil, nil) }},
 	}, destroyCrashes...) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			id := w.created().GetId()
 			test.arrange(w)
 			first := make(chan error, 1)
@@ -322,7 +323,7 @@ func TestAFailedCreateIsUndoneAfterACrashAtEachStep(t *testing.T) {
 	for _, test := range destroyCrashes[:2] { // who undoes it looks at the machine beforehand, too
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			cause := fault.New(fault.WorkspaceFailed, "no such repository")
 			w.setHooks(func(context.Context) error { test.arrange(w); return cause }, nil)
 			first := make(chan error, 1)
@@ -347,7 +348,7 @@ func TestAFailedCreateIsUndoneAfterACrashAtEachStep(t *testing.T) {
 
 func TestAMachineThatVanishesWhileItsWorkspaceIsPreparedFailsItsCreateAtOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.setHooks(func(ctx context.Context) error {
 		return errors.Join(w.fake.World().Vanish(ctx, w.only().GetMachineId()), errors.New("the connection was lost"))
 	}, nil)
@@ -358,7 +359,7 @@ func TestAMachineThatVanishesWhileItsWorkspaceIsPreparedFailsItsCreateAtOnce(t *
 }
 
 // halfDestroy leaves of the only machine what a provider does that is killed in the middle of a destroy.
-func (w *world) halfDestroy(ctx context.Context) error {
+func (w *harness) halfDestroy(ctx context.Context) error {
 	id := w.only().GetMachineId()
 	if err := os.WriteFile(filepath.Join(w.dir, "m", id, "doomed"), nil, 0o600); err != nil {
 		return err
@@ -369,7 +370,7 @@ func (w *world) halfDestroy(ctx context.Context) error {
 func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testing.T) {
 	t.Run("its workspace is prepared", func(t *testing.T) {
 		t.Parallel()
-		w := newWorld(t)
+		w := newHarness(t)
 		w.setHooks(func(ctx context.Context) error {
 			return errors.Join(w.halfDestroy(ctx), errors.New("the connection was lost"))
 		}, nil)
@@ -380,7 +381,7 @@ func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testin
 	})
 	t.Run("its guest is waited for", func(t *testing.T) {
 		t.Parallel()
-		w := newWorld(t)
+		w := newHarness(t)
 		w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute})
 		answer := make(chan error, 1)
 		go func() {
@@ -401,17 +402,17 @@ func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testin
 	})
 }
 
-func TestADestroyOvertakesWhatIsInProgress(t *testing.T) {
+func TestADestroySupersedesWhatIsInProgress(t *testing.T) {
 	for _, test := range append([]crash{
-		{"a create that prepares its workspace", func(w *world) { w.setHooks(hangUntilEnd, nil) },
-			func(w *world) bool { return w.prepared.Load() == 1 }, nil},
+		{"a create that prepares its workspace", func(w *harness) { w.setHooks(hangUntilEnd, nil) },
+			func(w *harness) bool { return w.prepared.Load() == 1 }, nil},
 		{"a create whose provider is unavailable",
-			func(w *world) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable}) },
-			func(w *world) bool { return w.operation().GetAttempts() > 1 }, nil},
+			func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable}) },
+			func(w *harness) bool { return w.operation().GetAttempts() > 1 }, nil},
 	}, bootCrashes...) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			test.arrange(w)
 			first := make(chan error, 1)
 			go func() {
@@ -431,7 +432,7 @@ func TestADestroyOvertakesWhatIsInProgress(t *testing.T) {
 	for _, test := range bootCrashes {
 		t.Run("a resume, "+test.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			id := w.stopped().GetId()
 			w.before = 1
 			test.arrange(w)
@@ -451,7 +452,7 @@ func TestADestroyOvertakesWhatIsInProgress(t *testing.T) {
 	}
 }
 
-func TestAnUnknownStepHaltsLoudlyAndCanStillBeDestroyed(t *testing.T) {
+func TestAnUnknownStepBlocksLoudlyAndCanStillBeDestroyed(t *testing.T) {
 	for name, kind := range map[string]recordv1.OperationKind{
 		"of a kind that is known": recordv1.OperationKind_OPERATION_KIND_CREATE, "of a kind that only a newer build knows": 99,
 	} {
@@ -463,7 +464,7 @@ func TestAnUnknownStepHaltsLoudlyAndCanStillBeDestroyed(t *testing.T) {
 }
 
 func unknownStep(t *testing.T, kind recordv1.OperationKind) {
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang})
 	go func() { _, _ = w.create("c") }()
 	w.wait("the boot", func() bool { return w.calls(fake.CallCreate) == 1 })
@@ -477,10 +478,9 @@ func unknownStep(t *testing.T, kind recordv1.OperationKind) {
 	if _, err := w.create("c"); !fault.Is(err, fault.Internal) || !strings.Contains(err.Error(), "teleport") {
 		t.Fatalf("the caller was told %v", err)
 	}
-	if sandbox := w.only(); sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_CREATING || !strings.Contains(sandbox.GetLastError().GetMessage(), "teleport") {
-		t.Errorf("the sandbox is %v", sandbox)
-	}
-	if !strings.Contains(w.log.String(), "level=ERROR msg=\"halted") {
+	w.wait("the sandbox to say so", func() bool { return strings.Contains(w.only().GetLastError().GetMessage(), "teleport") })
+	w.wantState(berthv1.SandboxState_SANDBOX_STATE_CREATING)
+	if !strings.Contains(w.log.String(), "level=ERROR msg=\"blocked") {
 		t.Error("nothing was logged as an error")
 	}
 	if w.calls(fake.CallCreate) != 1 || w.step() != "teleport" {
@@ -491,27 +491,9 @@ func unknownStep(t *testing.T, kind recordv1.OperationKind) {
 	w.wantNothing()
 }
 
-func TestAnOperationHasOneGoroutineHoweverOftenItIsLaunched(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Late, DelayMillis: 300})
-	go func() { _, _ = w.create("c") }()
-	w.wait("the operation", func() bool { return w.operation() != nil })
-	id := w.operation().GetId()
-	var group sync.WaitGroup
-	for range 50 {
-		group.Go(func() { w.launch(id, "") })
-	}
-	group.Wait()
-	w.created()
-	if calls := w.calls(fake.CallCreate); calls != 1 {
-		t.Errorf("the provider was asked %d times", calls)
-	}
-}
-
 func TestFiftyCallersOfOneRequestShareOneSandbox(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.LoseReply, Times: 1})
 	ids := make(chan string, 50)
 	var group sync.WaitGroup
@@ -557,16 +539,16 @@ func TestFiftyCallersOfOneRequestShareOneSandbox(t *testing.T) {
 
 func TestARequestIDBelongsToOneBody(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	first, err := w.Create(w.ctx, call("create", "r"), &berthv1.SandboxSpec{})
 	must(t, err)
 	for _, test := range []struct {
 		name string
-		harm func(*Call)
+		harm func(*request.Call)
 	}{
-		{"another body", func(c *Call) { c.BodyHash = []byte("another") }},
-		{"another call", func(c *Call) { c.Method = "another" }},
-		{"another way to hash", func(c *Call) { c.HashVersion++ }},
+		{"another body", func(c *request.Call) { c.BodyHash = []byte("another") }},
+		{"another call", func(c *request.Call) { c.Method = "another" }},
+		{"another way to hash", func(c *request.Call) { c.HashVersion++ }},
 	} {
 		again := call("create", "r")
 		test.harm(&again)
@@ -581,7 +563,7 @@ func TestARequestIDBelongsToOneBody(t *testing.T) {
 
 func TestACallerThatGoesAwayLeavesTheOperationGoingOn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Late, DelayMillis: 300})
 	ctx, cancel := context.WithTimeout(w.ctx, 50*time.Millisecond)
 	defer cancel()
@@ -595,7 +577,7 @@ func TestACallerThatGoesAwayLeavesTheOperationGoingOn(t *testing.T) {
 
 func TestACreateIsGivenUpWhenItsProviderStaysAway(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable})
 	done := make(chan error, 1)
 	go func() {
@@ -606,7 +588,7 @@ func TestACreateIsGivenUpWhenItsProviderStaysAway(t *testing.T) {
 	if w.only().GetState() != berthv1.SandboxState_SANDBOX_STATE_CREATING {
 		t.Error("it was given up too early")
 	}
-	w.ahead.Store(int64(giveUp + time.Minute))
+	w.ahead.Store(int64(time.Hour))
 	if err := <-done; !fault.Is(err, fault.ProviderUnavailable) {
 		t.Errorf("the error is %v", err)
 	}
@@ -616,7 +598,7 @@ func TestACreateIsGivenUpWhenItsProviderStaysAway(t *testing.T) {
 
 func TestAnUnhealthyProviderIsRefusedBeforeAnythingIsMade(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallInfo, Kind: fake.Fail})
 	if _, err := w.create("c"); !fault.Is(err, fault.ProviderUnavailable) {
 		t.Errorf("the error is %v", err)
@@ -648,7 +630,7 @@ func TestAnUnhealthyProviderIsRefusedBeforeAnythingIsMade(t *testing.T) {
 
 func TestCallsAreHeldToTheirConditions(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	id := w.created().GetId()
 	other := call("destroy", "")
 	other.Namespace = "other"
@@ -658,7 +640,7 @@ func TestCallsAreHeldToTheirConditions(t *testing.T) {
 	lease.Lease = &berthv1.LeaseRef{Id: "ls_1", Epoch: 3}
 	for _, test := range []struct {
 		name string
-		call Call
+		call request.Call
 		id   string
 		want fault.Reason
 	}{
@@ -690,68 +672,21 @@ func TestCallsAreHeldToTheirConditions(t *testing.T) {
 	}
 }
 
-func TestEveryErrorHasItsReasonAndItsPlace(t *testing.T) {
-	t.Parallel()
-	for _, test := range []struct {
-		name     string
-		err      error
-		reason   fault.Reason
-		definite bool
-	}{
-		{"refused", providers.ErrRefused, fault.ProviderRefused, true},
-		{"no image", providers.ErrNoImage, fault.ImageNotFound, true},
-		{"no tool", providers.ErrNoTool, fault.ToolMissing, true},
-		{"no room", providers.ErrCapacity, fault.QuotaExceeded, true},
-		{"ambiguous", providers.ErrAmbiguous, fault.ProviderUnavailable, false},
-		{"refused or not", errors.Join(providers.ErrRefused, providers.ErrAmbiguous), fault.ProviderRefused, false},
-		{"unavailable", &providers.UnavailableError{Cause: providers.ErrRefused}, fault.ProviderRefused, false},
-		{"away", &providers.UnavailableError{Cause: errors.New("away")}, fault.ProviderUnavailable, false},
-		{"a deadline", context.DeadlineExceeded, fault.ProviderUnavailable, false},
-		{"unknown", errors.New("what?"), fault.Internal, false},
-		{"a full disk of ours", fault.New(fault.StoreFull, "full"), fault.StoreFull, false},
-		{"a workspace", fault.New(fault.WorkspaceFailed, "git"), fault.WorkspaceFailed, true},
-		{"an unreachable guest", fault.New(fault.GuestUnreachable, "mute"), fault.GuestUnreachable, false},
-	} {
-		if got := reasonOf(test.err); got != test.reason {
-			t.Errorf("%s: its reason is %s, want %s", test.name, got, test.reason)
-		}
-		if got := definite(test.err); got != test.definite {
-			t.Errorf("%s: definite is %v", test.name, got)
-		}
-	}
-}
-
 func TestEveryStepThatAnOperationNamesIsThere(t *testing.T) {
 	t.Parallel()
-	for kind, first := range firstStep {
-		if steps[kind][first] == nil {
-			t.Errorf("%s begins with %q, which is no step of it", kind, first)
+	for kind, k := range (&Service{}).kinds() {
+		if k.Steps[k.First] == nil {
+			t.Errorf("%s begins with %q, which is no step of it", kind, k.First)
 		}
-		if undo := undoStep[kind]; undo != "" && steps[kind][undo] == nil {
-			t.Errorf("%s is undone with %q, which is no step of it", kind, undo)
+		if k.Undo != "" && k.Steps[k.Undo] == nil {
+			t.Errorf("%s is undone with %q, which is no step of it", kind, k.Undo)
 		}
-	}
-	if steps[recordv1.OperationKind_OPERATION_KIND_UNSPECIFIED]["boot"] != nil {
-		t.Error("an operation of no kind has steps")
-	}
-}
-
-func TestSetupJobsKeepTheirNames(t *testing.T) {
-	t.Parallel()
-	sandbox := NewID("sb")
-	seen := map[string]bool{}
-	for attempt := 1; attempt <= SetupAttempts; attempt++ {
-		id := SetupJobID(sandbox, attempt)
-		if seen[id] || id != SetupJobID(sandbox, attempt) || !IsSetupJob(sandbox, id) || IsSetupJob(NewID("sb"), id) {
-			t.Errorf("attempt %d is named %s", attempt, id)
-		}
-		seen[id] = true
 	}
 }
 
 func TestADestroyThatLostItsOperationIsDoneByAnother(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.created()
 	must(t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
 		sandbox.State, sandbox.OperationId = berthv1.SandboxState_SANDBOX_STATE_DESTROYING, "op_gone"

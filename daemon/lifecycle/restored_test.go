@@ -12,7 +12,7 @@ import (
 
 func TestAResumeOfAMachineThatIsGoneMakesNoOther(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.stopped()
 	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
 	if _, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId()); !fault.Is(err, fault.MachineGone) {
@@ -31,11 +31,11 @@ func TestAResumeOfAMachineThatIsHalfDestroyedMakesNoOther(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			sandbox := w.created()
 			if state == stopped {
 				must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
-				must(t, w.MarkStopped(w.ctx, sandbox.GetMachineId()))
+				w.markStopped()
 			} else if _, err := w.Suspend(w.ctx, call("suspend", ""), sandbox.GetId()); err != nil {
 				t.Fatal(err)
 			}
@@ -53,7 +53,7 @@ func TestAResumeOfAMachineThatIsHalfDestroyedMakesNoOther(t *testing.T) {
 }
 
 // restored begins the service again as on a backup.
-func (w *world) restored() {
+func (w *harness) restored() {
 	w.t.Helper()
 	must(w.t, w.ledger.Update(w.ctx, func(tx *store.Tx) error {
 		open, err := tx.OpenOperations()
@@ -73,7 +73,7 @@ func (w *world) restored() {
 
 func TestACreateThatWasOpenInABackupMakesNoMachineAnew(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Hang})
 	go func() { _, _ = w.create("c") }()
 	w.wait("the boot", func() bool { return w.calls(fake.CallCreate) > 0 })
@@ -89,7 +89,7 @@ func TestACreateThatWasOpenInABackupMakesNoMachineAnew(t *testing.T) {
 
 func TestACreateThatWasOpenInABackupKeepsTheMachineThatIsThere(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.setHooks(hangUntilEnd, nil)
 	go func() { _, _ = w.create("c") }()
 	w.wait("the workspace", func() bool { return w.prepared.Load() == 1 })
@@ -112,7 +112,7 @@ func TestACreateThatWasOpenInABackupKeepsTheMachineThatIsThere(t *testing.T) {
 
 func TestACreateThatWasOpenInABackupGoesOnWithItsMachine(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter})
 	go func() { _, _ = w.create("c") }()
 	w.wait("the boot", func() bool { return w.step() == "boot" && w.boots() > 0 })

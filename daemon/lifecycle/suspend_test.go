@@ -12,17 +12,19 @@ import (
 
 const suspended = berthv1.SandboxState_SANDBOX_STATE_SUSPENDED
 
-// impatient is a world that waits a short time only for its provider.
-func impatient(t *testing.T) *world {
+// impatient is a harness that waits a short time only for its provider.
+func impatient(t *testing.T) *harness {
 	t.Helper()
-	w := newWorld(t)
-	w.opts.ProviderTimeout = 1500 * time.Millisecond
+	w := newHarness(t)
+	w.stop()
+	w.providerTimeout = 1500 * time.Millisecond
+	w.start()
 	return w
 }
 
 func TestACallThatIsMadeAgainIsAnsweredAlsoWhenTheSandboxHasGoneOn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newHarness(t)
 	sandbox := w.created()
 	suspend := func() (*recordv1.SandboxRecord, error) {
 		return w.Suspend(w.ctx, call("suspend", "s"), sandbox.GetId())
@@ -135,7 +137,7 @@ func TestASuspendGoesOnAfterACrash(t *testing.T) {
 	for _, kind := range []fake.Kind{fake.Hang, fake.HangAfter} {
 		t.Run(string(kind), func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t)
+			w := newHarness(t)
 			sandbox := w.created()
 			w.script(fake.Fault{Call: fake.CallSuspend, Kind: kind})
 			first := make(chan error, 1)

@@ -1,17 +1,14 @@
-// Package reconcile brings the ledger and the world together: at boot it opens the link to every
+// Package reconcile brings the ledger and the machines together: at boot it opens the link to every
 // machine and resumes open operations, then it looks after machines that fell silent, destroys
-// machines that no record names, and drops what was kept long enough. It acts on what it saw twice,
-// never on one sighting, and never touches a machine of another broker. For those who run the broker it
-// does the same at once and in words (fsck.go), and hands out copies of the ledger (backup.go).
+// machines that no record names, and drops what was kept long enough. It acts on what it observed twice,
+// never on one observation, and never touches a machine of another broker.
 package reconcile
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
-	"os"
 	"sync"
 	"time"
 
@@ -20,80 +17,75 @@ import (
 	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/jobs"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/machines"
+	"github.com/berth-sandbox/berth/daemon/sandbox"
 	"github.com/berth-sandbox/berth/daemon/store"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
-	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers"
 )
 
-// Tuning.
+// Tuning. What is exported is daemon/fsck's, too.
 const (
-	lookEvery   = time.Second      // at machines that are silent
-	lookTimeout = 10 * time.Second // one machine's look; a mute provider is not waited for longer
-	looksAtOnce = 16
-	sweepEvery  = 30 * time.Second // for machines without a record
-	orphanGrace = time.Minute      // a machine without a record is left alone this long
-	trimEvery   = time.Minute      // of what was kept long enough, or is more than may be kept
-	trimAtOnce  = 1000             // records a transaction
-	eventsKept  = 24 * time.Hour   // for watches to resume from
-	eventsMost  = 200_000
+	ObserveInterval = time.Second      // between two observations of a machine that is silent
+	ObserveTimeout  = 10 * time.Second // of one machine; an unresponsive provider is not waited for longer
+	MaxConcurrent   = 16               // machines that are observed at once
+	SweepInterval   = 30 * time.Second // for machines without a record, and for those that rest
+	OrphanGrace     = time.Minute      // a machine without a record is left alone this long
+	trimInterval    = time.Minute      // of what was kept long enough, or is more than may be kept
+	maxTrim         = 1000             // records a transaction
+	eventRetention  = 24 * time.Hour   // for watches to resume from
+	maxEvents       = 200_000
 )
 
 // Options configure a Service. All are required.
 type Options struct {
-	Store     *store.Store
-	Links     *guestlink.Links
-	Sandboxes *lifecycle.Service
-	Jobs      *jobs.Service
-	Log       *slog.Logger
-	Now       func() time.Time
-	Retention time.Duration // receipts and ended sandboxes are kept this long
-	// ReceiptsMost is how many receipts are kept, and OutputMost how many bytes of output they keep in all:
-	// the oldest go first.
-	ReceiptsMost int
-	OutputMost   uint64
-	Scratch      string // a directory for copies of the ledger, with room for two; it is there only while one is made or checked
+	Store       *store.Store
+	Links       *guestlink.Links
+	Sandboxes   *lifecycle.Service
+	Jobs        *jobs.Service
+	Log         *slog.Logger
+	Now         func() time.Time
+	Retention   time.Duration // receipts and ended sandboxes are kept this long
+	MaxReceipts int           // the oldest go first
+	MaxOutput   uint64        // bytes that receipts keep in all: the oldest go first
 }
 
 // Service looks after machines.
 type Service struct {
-	opts    Options
-	kicked  chan struct{}
-	copying chan struct{} // held by who uses the scratch directory
-	trims   time.Duration // between two trims
+	opts         Options
+	machines     *machines.Service
+	kicked       chan struct{}
+	trimInterval time.Duration
 
-	mu      sync.Mutex
-	seen    map[string]sighting // silent machines, by id, as last found
-	orphans map[string]sighting // machines without a record, by id
+	mu       sync.Mutex
+	observed map[string]observation // machines as they were last found, by id
+	orphans  map[string]time.Time   // machines without a record, by id, and since when they are known
 }
 
-// sighting is what was found, and since when.
-type sighting struct {
-	verdict lifecycle.Verdict
-	since   time.Time
+// observation is what was found of a machine, and since when.
+type observation struct {
+	found machines.Observation
+	since time.Time
 }
 
 // New makes a service; Start and Run set it to work.
 func New(opts Options) *Service {
 	return &Service{
-		opts: opts, kicked: make(chan struct{}, 1), copying: make(chan struct{}, 1), trims: trimEvery,
-		seen: map[string]sighting{}, orphans: map[string]sighting{},
+		opts: opts, machines: opts.Sandboxes.Machines(), kicked: make(chan struct{}, 1), trimInterval: trimInterval,
+		observed: map[string]observation{}, orphans: map[string]time.Time{},
 	}
 }
 
 // Start opens the link to every machine that was booted and resumes every open operation. It waits
-// for no machine: one mute guest never blocks the boot.
+// for no machine: one unresponsive guest never blocks the boot.
 func (s *Service) Start() error {
-	if err := os.RemoveAll(s.opts.Scratch); err != nil { // a copy that a kill left
-		s.opts.Log.Warn("cannot remove what an earlier copy of the ledger left", "error", err)
-	}
-	machines, _, err := s.machines()
+	expected, _, err := s.recorded()
 	if err != nil {
 		return err
 	}
-	for _, machine := range machines {
-		if err := s.opts.Sandboxes.OpenLink(machine); err != nil {
-			s.opts.Log.Error("cannot open the link to a machine", "machine", machine.GetId(), "error", err)
+	for _, m := range expected {
+		if err := s.machines.OpenLink(m.Machine); err != nil {
+			s.opts.Log.Error("cannot open the link to a machine", "machine", m.Machine.GetId(), "error", err)
 		}
 	}
 	return s.opts.Sandboxes.ResumeOperations()
@@ -104,8 +96,8 @@ func (s *Service) Run(ctx context.Context) {
 	var trimming sync.WaitGroup
 	defer trimming.Wait()
 	trimming.Go(func() { s.runTrim(ctx) })
-	look, sweep := time.NewTicker(lookEvery), time.NewTicker(sweepEvery)
-	defer look.Stop()
+	observe, sweep := time.NewTicker(ObserveInterval), time.NewTicker(SweepInterval)
+	defer observe.Stop()
 	defer sweep.Stop()
 	s.sweep(ctx)
 	for {
@@ -113,17 +105,17 @@ func (s *Service) Run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-s.kicked:
-			s.look(ctx)
-		case <-look.C:
-			s.look(ctx)
+			s.observeSilent(ctx)
+		case <-observe.C:
+			s.observeSilent(ctx)
 		case <-sweep.C:
 			s.sweep(ctx)
-			s.lookAtRest(ctx)
+			s.observeResting(ctx)
 		}
 	}
 }
 
-// Kick asks for a look soon; after a link went down.
+// Kick asks for observations soon; after a link went down.
 func (s *Service) Kick() {
 	select {
 	case s.kicked <- struct{}{}:
@@ -135,149 +127,117 @@ func (s *Service) Kick() {
 func (s *Service) Orphans() (count int, oldest time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, orphan := range s.orphans {
-		oldest = max(oldest, s.opts.Now().Sub(orphan.since))
+	for _, since := range s.orphans {
+		oldest = max(oldest, s.opts.Now().Sub(since))
 	}
 	return len(s.orphans), oldest
 }
 
-// machines returns the machines whose guests should answer, and those that were booted and rest.
-func (s *Service) machines() (awake, resting []*recordv1.MachineRecord, err error) {
+// Machine is a machine's record with its sandbox's.
+type Machine struct {
+	Machine *recordv1.MachineRecord
+	Sandbox *recordv1.SandboxRecord
+}
+
+// recorded returns the machines whose guests should answer, and those that were booted and rest.
+func (s *Service) recorded() (expected, resting []Machine, err error) {
 	err = s.opts.Store.View(func(tx *store.Tx) error {
-		machines, err := tx.LiveMachines()
+		live, err := tx.LiveMachines()
 		if err != nil {
 			return err
 		}
-		for _, machine := range machines {
-			sandbox, err := tx.Sandbox(machine.GetSandboxId())
+		for _, machine := range live {
+			record, err := tx.Sandbox(machine.GetSandboxId())
 			switch {
 			case err != nil:
 				return err
 			case machine.GetState() != recordv1.MachineState_MACHINE_STATE_BOOTED:
-			case rests(sandbox.GetState()):
-				resting = append(resting, machine)
+			case sandbox.IsResting(record.GetState()):
+				resting = append(resting, Machine{machine, record})
 			default:
-				awake = append(awake, machine)
+				expected = append(expected, Machine{machine, record})
 			}
 		}
 		return nil
 	})
-	return awake, resting, err
+	return expected, resting, err
 }
 
-func rests(state berthv1.SandboxState) bool {
-	switch state {
-	case berthv1.SandboxState_SANDBOX_STATE_SUSPENDED, berthv1.SandboxState_SANDBOX_STATE_STOPPED, berthv1.SandboxState_SANDBOX_STATE_LOST:
-		return true
-	}
-	return false
-}
-
-// look asks the providers about every machine that is silent, and writes down what was found twice.
-func (s *Service) look(ctx context.Context) {
-	awake, _, err := s.machines()
+// observeSilent asks the providers about every machine that is silent, and again about those that rest and
+// were found to be otherwise than their sandbox says; it records what was found twice.
+func (s *Service) observeSilent(ctx context.Context) {
+	expected, resting, err := s.recorded()
 	if err != nil {
 		s.opts.Log.Error("cannot read the machines", "error", err)
 		return
 	}
-	silent := awake[:0]
-	for _, machine := range awake {
-		if s.opts.Links.Hello(machine.GetId()) != nil {
-			s.forget(machine.GetId())
+	var due []Machine
+	for _, m := range expected {
+		if s.opts.Links.Hello(m.Machine.GetId()) != nil {
+			s.forget(m.Machine.GetId())
 			continue
 		}
-		silent = append(silent, machine)
+		due = append(due, m)
 	}
-	s.lookAtAll(ctx, silent)
+	for _, m := range resting {
+		if found, _ := s.last(m.Machine.GetId()); m.Contradicts(found) {
+			due = append(due, m)
+		}
+	}
+	s.observeAll(ctx, due)
 }
 
-// lookAtRest asks about machines that rest: they can vanish too, but nobody waits to hear of it.
-func (s *Service) lookAtRest(ctx context.Context) {
-	awake, resting, err := s.machines()
+// observeResting asks about machines that rest: a suspended one can lose its processes, and any can vanish.
+func (s *Service) observeResting(ctx context.Context) {
+	expected, resting, err := s.recorded()
 	if err != nil {
 		s.opts.Log.Error("cannot read the machines", "error", err)
 		return
 	}
-	s.forgetOthers(append(awake, resting...))
-	s.lookAtAll(ctx, resting)
+	s.forgetOthers(append(expected, resting...))
+	s.observeAll(ctx, resting)
 }
 
 // forgetOthers forgets how machines were found that are there no more.
-func (s *Service) forgetOthers(machines []*recordv1.MachineRecord) {
-	there := map[string]bool{}
-	for _, machine := range machines {
-		there[machine.GetId()] = true
+func (s *Service) forgetOthers(there []Machine) {
+	ids := map[string]bool{}
+	for _, m := range there {
+		ids[m.Machine.GetId()] = true
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	maps.DeleteFunc(s.seen, func(id string, _ sighting) bool { return !there[id] })
+	maps.DeleteFunc(s.observed, func(id string, _ observation) bool { return !ids[id] })
 }
 
-func (s *Service) lookAtAll(ctx context.Context, machines []*recordv1.MachineRecord) {
+func (s *Service) observeAll(ctx context.Context, due []Machine) {
 	var group errgroup.Group
-	group.SetLimit(looksAtOnce)
-	for _, machine := range machines {
+	group.SetLimit(MaxConcurrent)
+	for _, m := range due {
 		group.Go(func() error {
-			s.lookAt(ctx, machine.GetId())
+			s.observe(ctx, m.Machine.GetId())
 			return nil
 		})
 	}
 	_ = group.Wait()
 }
 
-func (s *Service) lookAt(ctx context.Context, machineID string) {
-	limited, cancel := context.WithTimeout(ctx, lookTimeout)
+func (s *Service) observe(ctx context.Context, machineID string) {
+	limited, cancel := context.WithTimeout(ctx, ObserveTimeout)
 	defer cancel()
-	verdict, twice := s.sight(limited, machineID)
-	if !twice {
+	found, confirmed := s.Observe(limited, machineID)
+	if !confirmed {
 		return
 	}
-	if err := s.writeDown(limited, machineID, verdict); err != nil && ctx.Err() == nil {
+	if err := s.Record(limited, machineID, found); err != nil && ctx.Err() == nil {
 		s.opts.Log.Error("cannot record what became of a machine", "machine", machineID, "error", err)
 	}
 }
 
-// sight asks what became of a machine, and reports whether the look before had found the same.
-func (s *Service) sight(ctx context.Context, machineID string) (verdict lifecycle.Verdict, twice bool) {
-	verdict = s.opts.Sandboxes.Look(ctx, machineID)
-	return verdict, s.seenTwice(machineID, verdict)
-}
-
-// writeDown records what was seen twice of a machine.
-func (s *Service) writeDown(ctx context.Context, machineID string, verdict lifecycle.Verdict) error {
-	switch verdict {
-	case lifecycle.Stopped:
-		return s.opts.Sandboxes.MarkStopped(ctx, machineID)
-	case lifecycle.Gone:
-		return s.opts.Sandboxes.MarkLost(ctx, machineID)
-	}
-	return nil
-}
-
-// seenTwice notes a verdict and reports whether the look before, at least most of a period ago, had
-// found the same.
-func (s *Service) seenTwice(machineID string, verdict lifecycle.Verdict) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	before, known := s.seen[machineID]
-	if !known || before.verdict != verdict {
-		s.seen[machineID] = sighting{verdict, s.opts.Now()}
-		return false
-	}
-	return s.opts.Now().Sub(before.since) >= lookEvery/2
-}
-
-func (s *Service) forget(machineID string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.seen, machineID)
-}
-
-// sweep destroys machines that bear our label and that no record names: what a provider still has
+// sweep destroys machines that bear the broker's label and that no record names: what a provider still has
 // although it was told to destroy it, or answered late.
 func (s *Service) sweep(ctx context.Context) {
 	found := map[string]bool{}
-	for _, named := range s.opts.Sandboxes.Providers() {
+	for _, named := range s.machines.Providers() {
 		s.sweepProvider(ctx, named, found)
 	}
 	s.mu.Lock()
@@ -289,74 +249,51 @@ func (s *Service) sweep(ctx context.Context) {
 	}
 }
 
-func (s *Service) sweepProvider(ctx context.Context, named lifecycle.Named, found map[string]bool) {
-	limited, cancel := context.WithTimeout(ctx, lookTimeout)
+func (s *Service) sweepProvider(ctx context.Context, named machines.Named, found map[string]bool) {
+	limited, cancel := context.WithTimeout(ctx, ObserveTimeout)
 	defer cancel()
-	machines, err := survey(limited, named)
+	listed, err := machines.List(limited, named)
 	if err != nil {
-		if ctx.Err() == nil && !errors.Is(err, errUnwell) {
+		if ctx.Err() == nil && !errors.Is(err, machines.ErrUnwell) {
 			s.opts.Log.Warn("cannot list a provider's machines", "provider", named.Name, "error", err)
 		}
 		return
 	}
-	for _, machine := range machines {
-		recorded, err := s.recorded(machine.ID)
+	for _, machine := range listed {
+		recorded, err := s.machines.IsRecorded(machine.ID)
 		if err != nil || recorded {
 			continue
 		}
 		found[machine.ID] = true
-		if _, ripe := s.orphan(machine.ID); !ripe {
+		if _, ripe := s.Orphan(machine.ID); !ripe {
 			continue
 		}
-		if err := s.destroyOrphan(ctx, named, machine); err != nil && ctx.Err() == nil {
+		if err := s.DestroyOrphan(ctx, named, machine); err != nil && ctx.Err() == nil {
 			s.opts.Log.Warn("cannot destroy a machine that no record names", "provider", named.Name, "machine", machine.ID, "error", err)
 		}
 	}
 }
 
-// errUnwell is a provider that says that it can't be used now: nothing is concluded from what it lists.
-var errUnwell = errors.New("it is not well")
-
-// survey lists the machines of a provider that is well.
-func survey(ctx context.Context, named lifecycle.Named) ([]providers.Machine, error) {
-	info, err := named.Provider.Info(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", errUnwell, err)
-	}
-	if !info.Healthy {
-		return nil, fmt.Errorf("%w: %s", errUnwell, info.Message)
-	}
-	return named.Provider.List(ctx)
-}
-
-func (s *Service) recorded(machineID string) (bool, error) {
-	recorded := false
-	err := s.opts.Store.View(func(tx *store.Tx) error {
-		machine, err := tx.Machine(machineID)
-		recorded = machine != nil && machine.GetState() != recordv1.MachineState_MACHINE_STATE_GONE
-		return err
-	})
-	return recorded, err
-}
-
-// orphan notes a machine without a record; it returns since when it is known as one, and whether that is
+// Orphan notes a machine without a record; it returns since when it is known as one, and whether that is
 // a grace ago, so that it may be destroyed.
-func (s *Service) orphan(machineID string) (since time.Time, ripe bool) {
+func (s *Service) Orphan(machineID string) (since time.Time, ripe bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.opts.Now()
-	before, known := s.orphans[machineID]
+	since, known := s.orphans[machineID]
 	if !known {
-		s.orphans[machineID] = sighting{since: now}
+		s.orphans[machineID] = now
 		return now, false
 	}
-	return before.since, now.Sub(before.since) >= orphanGrace
+	//mutation:orphan-grace return since, true
+	return since, now.Sub(since) >= OrphanGrace
 }
 
-func (s *Service) destroyOrphan(ctx context.Context, named lifecycle.Named, machine providers.Machine) error {
-	limited, cancel := context.WithTimeout(ctx, lookTimeout)
+// DestroyOrphan destroys a machine without a record at its provider.
+func (s *Service) DestroyOrphan(ctx context.Context, named machines.Named, machine providers.Machine) error {
+	limited, cancel := context.WithTimeout(ctx, ObserveTimeout)
 	defer cancel()
-	machine.ListenDir = s.opts.Sandboxes.ListenDir(machine.ID)
+	machine.ListenDir = s.machines.ListenDir(machine.ID)
 	if err := named.Provider.Destroy(limited, machine); err != nil {
 		return err
 	}

@@ -2,245 +2,77 @@ package reconcile
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/berth-sandbox/berth/conformance/fixture"
 	"github.com/berth-sandbox/berth/daemon/fault"
-	"github.com/berth-sandbox/berth/daemon/guestlink"
-	"github.com/berth-sandbox/berth/daemon/jobs"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/harness"
+	"github.com/berth-sandbox/berth/daemon/machines"
 	"github.com/berth-sandbox/berth/daemon/store"
-	"github.com/berth-sandbox/berth/daemon/vault"
-	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
-	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
-	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/fake"
 )
 
-var guestProgram string
+func TestMain(m *testing.M) { fixture.Main(m) }
 
-func TestMain(m *testing.M) {
-	dir, err := os.MkdirTemp("", "berth-reconcile-")
-	if err == nil {
-		guestProgram = filepath.Join(dir, "berth-guest")
-		var out []byte
-		if out, err = exec.Command("go", "build", "-o", guestProgram, "../../providers/guest/cmd/berth-guest").CombinedOutput(); err != nil {
-			err = fmt.Errorf("build the guest: %w: %s", err, out)
-		}
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
-		_ = os.RemoveAll(dir)
-		os.Exit(code)
-	}))
-}
+const retention = 24 * time.Hour
 
-const (
-	namespace = "default"
-	soon      = 20 * time.Second // for what must happen
-	retention = 24 * time.Hour
-)
-
-// world is all rooms below the API, over machines that fail as the test has it. Its clock stands
-// ahead as far as the test says; Run is not running, the test does what it does.
-type world struct {
+// harnessed is a service that is not running: the test does what Run does.
+type harnessed struct {
+	*harness.Harness
 	*Service
-	t         *testing.T
-	ctx       context.Context
-	dir       string
-	ledger    *store.Store
-	keys      *vault.Vault
-	fake      *fake.Provider
-	links     *guestlink.Links
-	sandboxes *lifecycle.Service
-	jobs      *jobs.Service
-	ahead     atomic.Int64
 }
 
-func newWorld(t *testing.T) *world {
+func newHarness(t *testing.T) *harnessed {
 	t.Helper()
 	t.Parallel()
-	dir, err := os.MkdirTemp("", "rc-") // short, for sockets
-	must(t, err)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	w := &world{t: t, ctx: ctx, dir: dir}
-	w.ledger, err = store.Open(filepath.Join(dir, "ledger.db"), store.Options{})
-	must(t, err)
-	w.keys, err = vault.Open(dir)
-	must(t, err)
-	w.fake, err = fake.New(fake.Options{
-		Dir: filepath.Join(dir, "m"), BrokerID: w.ledger.Instance(), Log: slog.New(slog.DiscardHandler),
-		GuestPath: func(string) (string, error) { return guestProgram, nil },
-	})
-	must(t, err)
-	w.start()
-	t.Cleanup(func() {
-		w.stop()
-		must(t, w.fake.World().Strike(context.Background()))
-		must(t, w.fake.Close())
-		must(t, w.ledger.Close())
-		cancel()
-		_ = os.RemoveAll(dir)
-	})
+	w := &harnessed{Harness: harness.New(t)}
+	w.make()
 	return w
 }
 
-func (w *world) now() time.Time { return time.Now().Add(time.Duration(w.ahead.Load())) }
-
-func (w *world) later(d time.Duration) { w.ahead.Add(int64(d)) }
-
-func (w *world) start() {
-	w.t.Helper()
-	log := slog.New(slog.DiscardHandler)
-	w.links = guestlink.New(guestlink.Options{Build: "test", Log: log, Events: guestlink.Events{
-		Up:   func(machineID string, hello *guestv1.HelloResponse) { w.jobs.Follow(machineID, hello) },
-		Down: func(machineID string, _ error) { w.jobs.Unfollow(machineID) },
-	}})
-	w.sandboxes = lifecycle.New(lifecycle.Options{
-		Store: w.ledger, Vault: w.keys, Links: w.links, Providers: []lifecycle.Named{{Name: "fake", Provider: w.fake}},
-		SocketDir: filepath.Join(w.dir, "s"), Log: log, Now: w.now,
-	})
-	var err error
-	w.jobs, err = jobs.New(jobs.Options{
-		Store: w.ledger, Vault: w.keys, Links: w.links, Sandboxes: w.sandboxes, OutputDir: filepath.Join(w.dir, "output"), Log: log, Now: w.now,
-	})
-	must(w.t, err)
-	w.sandboxes.SetHooks(lifecycle.Hooks{
-		PrepareWorkspace: func(context.Context, *recordv1.SandboxRecord) error { return nil },
-		SettleJobs:       w.jobs.SettleJobs, LoseJobs: w.jobs.LoseJobs, JobsChanged: w.jobs.JobsChanged,
-	})
+func (w *harnessed) make() {
 	w.Service = New(Options{
-		Store: w.ledger, Links: w.links, Sandboxes: w.sandboxes, Jobs: w.jobs, Log: log, Now: w.now, Retention: retention, ReceiptsMost: 1000, OutputMost: 1 << 20,
-		Scratch: filepath.Join(w.dir, "scratch"),
+		Store: w.Ledger, Links: w.Links, Sandboxes: w.Sandboxes, Jobs: w.Jobs, Log: slog.New(slog.DiscardHandler), Now: w.Now,
+		Retention: retention, MaxReceipts: 1000, MaxOutput: 1 << 20,
 	})
 }
 
-func (w *world) stop() {
-	w.sandboxes.Close()
-	w.jobs.Close()
-	w.links.Close()
-}
-
-func call(method, requestID string) lifecycle.Call {
-	return lifecycle.Call{Namespace: namespace, RequestID: requestID, Method: method, BodyHash: []byte("body")}
-}
-
-func (w *world) sandbox() *recordv1.SandboxRecord {
-	w.t.Helper()
-	sandbox, err := w.sandboxes.Create(w.ctx, call("create", ""), &berthv1.SandboxSpec{})
-	must(w.t, err)
-	return sandbox
-}
-
-func (w *world) job(sandbox *recordv1.SandboxRecord) *recordv1.JobRecord {
-	w.t.Helper()
-	job, err := w.jobs.Start(w.ctx, call("start", ""), sandbox.GetId(), &berthv1.JobSpec{Shell: "sleep 100"})
-	must(w.t, err)
-	return job
-}
-
-// silent waits until the machine's link is down.
-func (w *world) silent(sandbox *recordv1.SandboxRecord) {
-	w.t.Helper()
-	w.wait("the end of the link", func() bool { return w.links.Hello(sandbox.GetMachineId()) == nil })
-}
-
-func (w *world) wantState(sandbox *recordv1.SandboxRecord, want berthv1.SandboxState, when string) {
-	w.t.Helper()
-	now, _, err := w.sandboxes.Get(namespace, sandbox.GetId())
-	if err != nil || now.GetState() != want {
-		w.t.Fatalf("%s the sandbox is %s (%v), want %s", when, now.GetState(), err, want)
-	}
-}
-
-func (w *world) wantMachine(id string, want bool, when string) {
-	w.t.Helper()
-	machines, err := w.fake.World().Machines()
-	must(w.t, err)
-	found := false
-	for _, machine := range machines {
-		found = found || machine == id
-	}
-	if found != want {
-		w.t.Fatalf("%s machine %s is there: %v", when, id, found)
-	}
-}
-
-// orphan boots a machine that no record names.
-func (w *world) orphan(id, broker string) {
-	w.t.Helper()
-	provider := w.fake
-	if broker != w.ledger.Instance() {
-		var err error
-		provider, err = fake.New(fake.Options{
-			Dir: filepath.Join(w.dir, "m"), BrokerID: broker, GuestPath: func(string) (string, error) { return guestProgram, nil },
-		})
-		must(w.t, err)
-		defer func() { must(w.t, provider.Close()) }()
-	}
-	_, err := provider.Create(w.ctx, providers.MachineSpec{
-		MachineID: id, BrokerID: broker, Token: make([]byte, 32), ListenDir: w.sandboxes.ListenDir(id),
-	})
-	must(w.t, err)
-}
-
-func (w *world) wait(what string, so func() bool) {
-	w.t.Helper()
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
-	for deadline := time.Now().Add(soon); !so(); <-ticker.C {
-		if time.Now().After(deadline) {
-			w.t.Fatalf("%s: not so after %s", what, soon)
-		}
-	}
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+// start begins anew, as a broker that is started.
+func (w *harnessed) start() {
+	w.Harness.Start()
+	w.make()
 }
 
 const (
-	running = berthv1.SandboxState_SANDBOX_STATE_RUNNING
-	stopped = berthv1.SandboxState_SANDBOX_STATE_STOPPED
-	lost    = berthv1.SandboxState_SANDBOX_STATE_LOST
+	running   = berthv1.SandboxState_SANDBOX_STATE_RUNNING
+	suspended = berthv1.SandboxState_SANDBOX_STATE_SUSPENDED
+	stopped   = berthv1.SandboxState_SANDBOX_STATE_STOPPED
+	lost      = berthv1.SandboxState_SANDBOX_STATE_LOST
 )
 
 func TestAMachineThatVanishedIsLostWhenThatWasSeenTwice(t *testing.T) {
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	job := w.job(sandbox)
-	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
-	w.silent(sandbox)
-	w.look(w.ctx)
-	w.wantState(sandbox, running, "after one look")
-	w.look(w.ctx)
-	w.wantState(sandbox, running, "after another look in the same moment")
-	w.later(lookEvery)
-	w.look(w.ctx)
-	w.wantState(sandbox, lost, "after a second look")
-	done, err := w.jobs.Poll(w.ctx, namespace, job.GetId(), 0)
-	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().ExitCode != nil {
-		t.Errorf("its job ended as %v (%v)", done.GetOutcome(), err)
-	}
-	w.later(lookEvery)
-	w.look(w.ctx)
-	if _, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId()); err != nil {
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	job := w.Job(sandbox)
+	harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+	w.Silent(sandbox)
+	w.observeSilent(w.Ctx)
+	w.WantState(sandbox, running, "after one observation")
+	w.observeSilent(w.Ctx)
+	w.WantState(sandbox, running, "after another look in the same moment")
+	w.Later(ObserveInterval)
+	w.observeSilent(w.Ctx)
+	w.WantState(sandbox, lost, "after a second look")
+	w.WantLost(job.GetId())
+	w.Later(ObserveInterval)
+	w.observeSilent(w.Ctx)
+	if _, err := w.Sandboxes.Destroy(w.Ctx, harness.Call("destroy", ""), sandbox.GetId()); err != nil {
 		t.Errorf("destroying a lost sandbox: %v", err)
 	}
 }
@@ -248,203 +80,217 @@ func TestAMachineThatVanishedIsLostWhenThatWasSeenTwice(t *testing.T) {
 func TestAProviderThatDoesNotSayChangesNothing(t *testing.T) {
 	for _, kind := range []fake.Kind{fake.Unavailable, fake.Fail, fake.Refuse} {
 		t.Run(string(kind), func(t *testing.T) {
-			w := newWorld(t)
-			sandbox := w.sandbox()
-			must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
-			w.silent(sandbox)
-			w.look(w.ctx)
-			must(t, w.fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: kind}))
+			w := newHarness(t)
+			sandbox := w.Sandbox()
+			harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+			w.Silent(sandbox)
+			w.observeSilent(w.Ctx)
+			harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: kind}))
 			for range 3 {
-				w.later(time.Hour)
-				w.look(w.ctx)
+				w.Later(time.Hour)
+				w.observeSilent(w.Ctx)
 			}
-			w.wantState(sandbox, running, "after looks without an answer")
-			must(t, w.fake.World().Script())
-			w.later(time.Hour)
-			w.look(w.ctx)
-			w.wantState(sandbox, running, "after one look with an answer")
-			w.later(lookEvery)
-			w.look(w.ctx)
-			w.wantState(sandbox, stopped, "after a second one")
+			w.WantState(sandbox, running, "after looks without an answer")
+			harness.Must(t, w.Fake.World().Script())
+			w.Later(time.Hour)
+			w.observeSilent(w.Ctx)
+			w.WantState(sandbox, running, "after one observation with an answer")
+			w.Later(ObserveInterval)
+			w.observeSilent(w.Ctx)
+			w.WantState(sandbox, stopped, "after a second one")
 		})
 	}
 }
 
-func TestAStoppedMachineThatVanishesIsLost(t *testing.T) {
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
-	w.silent(sandbox)
-	w.look(w.ctx)
-	w.later(lookEvery)
-	w.look(w.ctx)
-	w.wantState(sandbox, stopped, "after two looks")
-	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
-	for range 2 {
-		w.later(sweepEvery)
-		w.look(w.ctx)
-		w.lookAtRest(w.ctx)
+func TestASuspendedMachineWhoseProcessesDiedIsStopped(t *testing.T) {
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	job := w.Job(sandbox)
+	_, err := w.Sandboxes.Suspend(w.Ctx, harness.Call("suspend", ""), sandbox.GetId())
+	harness.Must(t, err)
+	w.observeResting(w.Ctx)
+	w.Later(ObserveInterval)
+	w.observeResting(w.Ctx)
+	w.WantState(sandbox, suspended, "while it is frozen")
+	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	w.observeResting(w.Ctx)
+	w.WantState(sandbox, suspended, "after one observation")
+	w.Later(ObserveInterval)
+	w.observeSilent(w.Ctx) // it is in doubt, so that it is looked at soon again
+	w.WantState(sandbox, stopped, "after a second observation")
+	if now, err := w.Jobs.Poll(w.Ctx, harness.Namespace, job.GetId(), 0); err != nil || now.GetState() != berthv1.JobState_JOB_STATE_UNKNOWN {
+		t.Errorf("its job is %s (%v), want UNKNOWN", now.GetState(), err)
 	}
-	w.wantState(sandbox, lost, "after two looks more")
+	_, err = w.Sandboxes.Resume(w.Ctx, harness.Call("resume", ""), sandbox.GetId())
+	harness.Must(t, err)
+	if done, err := w.Jobs.Poll(w.Ctx, harness.Namespace, job.GetId(), harness.Soon); err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST {
+		t.Errorf("once it was resumed its job is %v (%v)", done, err)
+	}
 }
 
-func TestAMuteGuestHoldsUpNobodyAndItsMachineStays(t *testing.T) {
-	w := newWorld(t)
-	mute, other := w.sandbox(), w.sandbox()
-	w.stop()
-	must(t, w.fake.World().Mute(mute.GetMachineId()))
-	begin := time.Now()
-	w.start()
-	must(t, w.Start())
-	if took := time.Since(begin); took > 2*time.Second {
-		t.Errorf("the start took %s", took)
+func TestAStoppedMachineThatVanishesIsLost(t *testing.T) {
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	w.Silent(sandbox)
+	w.observeSilent(w.Ctx)
+	w.Later(ObserveInterval)
+	w.observeSilent(w.Ctx)
+	w.WantState(sandbox, stopped, "after two looks")
+	harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+	for range 2 {
+		w.Later(SweepInterval)
+		w.observeSilent(w.Ctx)
+		w.observeResting(w.Ctx)
 	}
-	if _, err := w.jobs.Run(w.ctx, call("run", ""), other.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil {
+	w.WantState(sandbox, lost, "after two looks more")
+}
+
+func TestAnUnresponsiveGuestHoldsUpNobodyAndItsMachineStays(t *testing.T) {
+	w := newHarness(t)
+	unresponsive, other := w.Sandbox(), w.Sandbox()
+	w.Stop()
+	harness.Must(t, w.Fake.World().Mute(unresponsive.GetMachineId()))
+	w.start()
+	harness.Must(t, w.Service.Start()) // does not wait for it
+	if _, err := w.Jobs.Run(w.Ctx, harness.Call("run", ""), other.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil {
 		t.Errorf("a command in another sandbox: %v", err)
 	}
 	for range 3 {
-		w.later(time.Hour)
-		w.look(w.ctx)
-		w.sweep(w.ctx)
+		w.Later(time.Hour)
+		w.observeSilent(w.Ctx)
+		w.sweep(w.Ctx)
 	}
-	w.wantState(mute, running, "while its guest is mute")
-	w.wantMachine(mute.GetMachineId(), true, "while its guest is mute")
-	must(t, w.fake.World().Wake(mute.GetMachineId()))
-	if _, err := w.jobs.Run(w.ctx, call("run", ""), mute.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil && !fault.Is(err, fault.Recovering) {
+	w.WantState(unresponsive, running, "while its guest is unresponsive")
+	w.WantMachine(unresponsive.GetMachineId(), true, "while its guest is unresponsive")
+	harness.Must(t, w.Fake.World().Wake(unresponsive.GetMachineId()))
+	if _, err := w.Jobs.Run(w.Ctx, harness.Call("run", ""), unresponsive.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil && !fault.Is(err, fault.Recovering) {
 		t.Errorf("a command in it when it woke: %v", err)
 	}
 }
 
 func TestAMachineWithoutARecordIsDestroyedWhenItWasSeenTwiceAGraceApart(t *testing.T) {
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	w.orphan("m_orphan", w.ledger.Instance())
-	w.orphan("m_foreign", "another")
-	w.sweep(w.ctx)
-	w.wantMachine("m_orphan", true, "after one sweep")
-	w.later(orphanGrace / 2)
-	w.sweep(w.ctx)
-	w.wantMachine("m_orphan", true, "within the grace")
-	if count, oldest := w.Orphans(); count != 1 || oldest < orphanGrace/2 {
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	w.Harness.Orphan("m_orphan", w.Ledger.Instance())
+	w.Harness.Orphan("m_foreign", "another")
+	w.sweep(w.Ctx)
+	w.WantMachine("m_orphan", true, "after one sweep")
+	w.Later(OrphanGrace / 2)
+	w.sweep(w.Ctx)
+	w.WantMachine("m_orphan", true, "within the grace")
+	if count, oldest := w.Orphans(); count != 1 || oldest < OrphanGrace/2 {
 		t.Errorf("%d orphans, the oldest for %s", count, oldest)
 	}
-	w.later(orphanGrace)
-	w.sweep(w.ctx)
-	w.wantMachine("m_orphan", false, "after the grace")
-	if sockets, err := os.ReadDir(filepath.Join(w.dir, "s")); err != nil || len(sockets) != 2 {
+	w.Later(OrphanGrace)
+	w.sweep(w.Ctx)
+	w.WantMachine("m_orphan", false, "after the grace")
+	if sockets, err := os.ReadDir(filepath.Join(w.Dir, "s")); err != nil || len(sockets) != 2 {
 		t.Errorf("sockets %v are there (%v), want the sandbox's and the foreign one's", sockets, err)
 	}
-	w.sweep(w.ctx)
+	w.sweep(w.Ctx)
 	if count, _ := w.Orphans(); count != 0 {
 		t.Errorf("%d orphans are left", count)
 	}
-	w.wantMachine("m_foreign", true, "always")
-	w.wantMachine(sandbox.GetMachineId(), true, "always")
-	w.wantState(sandbox, running, "always")
+	w.WantMachine("m_foreign", true, "always")
+	w.WantMachine(sandbox.GetMachineId(), true, "always")
+	w.WantState(sandbox, running, "always")
 }
 
 func TestAnOrphanIsLeftAloneWhileItsProviderIsNotWell(t *testing.T) {
-	w := newWorld(t)
-	w.orphan("m_orphan", w.ledger.Instance())
-	w.sweep(w.ctx)
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Unavailable}))
-	w.later(time.Hour)
-	w.sweep(w.ctx)
-	w.wantMachine("m_orphan", true, "while its provider is not well")
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Fail}))
-	w.later(time.Hour)
-	w.sweep(w.ctx)
-	w.wantMachine("m_orphan", true, "while its provider can't list it")
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallDestroy, Kind: fake.LoseReply, Times: 1}))
+	w := newHarness(t)
+	w.Harness.Orphan("m_orphan", w.Ledger.Instance())
+	w.sweep(w.Ctx)
+	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Unavailable}))
+	w.Later(time.Hour)
+	w.sweep(w.Ctx)
+	w.WantMachine("m_orphan", true, "while its provider is not well")
+	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Fail}))
+	w.Later(time.Hour)
+	w.sweep(w.Ctx)
+	w.WantMachine("m_orphan", true, "while its provider can't list it")
+	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallDestroy, Kind: fake.LoseReply, Times: 1}))
 	for range 3 {
-		w.later(time.Hour)
-		w.sweep(w.ctx)
+		w.Later(time.Hour)
+		w.sweep(w.Ctx)
 	}
-	w.wantMachine("m_orphan", false, "in the end")
+	w.WantMachine("m_orphan", false, "in the end")
 }
 
 func TestAStaleListDestroysNothing(t *testing.T) {
-	w := newWorld(t)
-	gone := w.sandbox()
-	w.sweep(w.ctx) // so that there is a list to be stale
-	if _, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), gone.GetId()); err != nil {
-		t.Fatal(err)
-	}
-	sandbox := w.sandbox()
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Stale}))
+	w := newHarness(t)
+	gone := w.Sandbox()
+	w.sweep(w.Ctx) // so that there is a list to be stale
+	w.Destroy(gone)
+	sandbox := w.Sandbox()
+	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Stale}))
 	for range 3 {
-		w.later(time.Hour)
-		w.sweep(w.ctx)
-		w.look(w.ctx)
+		w.Later(time.Hour)
+		w.sweep(w.Ctx)
+		w.observeSilent(w.Ctx)
 	}
-	w.wantState(sandbox, running, "although the list does not name it")
-	w.wantMachine(sandbox.GetMachineId(), true, "although the list does not name it")
+	w.WantState(sandbox, running, "although the list does not name it")
+	w.WantMachine(sandbox.GetMachineId(), true, "although the list does not name it")
 }
 
 func TestAMachineThatComesBackAfterItsDestroyIsDestroyedAgain(t *testing.T) {
-	w := newWorld(t)
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.Twice, Times: 1, DelayMillis: 1000}))
-	sandbox := w.sandbox()
-	if _, err := w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId()); err != nil {
-		t.Fatal(err)
-	}
-	w.wantMachine(sandbox.GetMachineId(), false, "after its destroy")
-	w.wait("its return", func() bool {
-		boots, err := w.fake.World().Boots(sandbox.GetMachineId())
-		return err == nil && boots == 1
-	})
-	w.sweep(w.ctx)
-	w.later(orphanGrace)
-	w.sweep(w.ctx)
-	w.wantMachine(sandbox.GetMachineId(), false, "after two sweeps")
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	w.Destroy(sandbox)
+	w.WantMachine(sandbox.GetMachineId(), false, "after its destroy")
+	w.Harness.Orphan(sandbox.GetMachineId(), w.Ledger.Instance()) // as a boot that was done late
+	w.sweep(w.Ctx)
+	w.Later(OrphanGrace)
+	w.sweep(w.Ctx)
+	w.WantMachine(sandbox.GetMachineId(), false, "after two sweeps")
 }
 
 func TestStartGoesOnWithWhatWasBegun(t *testing.T) {
-	w := newWorld(t)
-	must(t, w.fake.World().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}))
-	go func() { _, _ = w.sandboxes.Create(w.ctx, call("create", "c"), &berthv1.SandboxSpec{}) }()
-	w.wait("the boot", func() bool {
-		machines, err := w.fake.World().Machines()
+	w := newHarness(t)
+	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}))
+	go func() { _, _ = w.Sandboxes.Create(w.Ctx, harness.Call("create", "c"), &berthv1.SandboxSpec{}) }()
+	w.Wait("the boot", func() bool {
+		machines, err := w.Fake.World().Machines()
 		return err == nil && len(machines) == 1 && machines[0] != ""
 	})
-	w.stop()
-	must(t, w.fake.World().Script())
+	w.Stop()
+	harness.Must(t, w.Fake.World().Script())
 	w.start()
-	must(t, w.Start())
-	sandbox, err := w.sandboxes.Create(w.ctx, call("create", "c"), &berthv1.SandboxSpec{})
-	must(t, err)
-	w.wantState(sandbox, running, "after the restart")
-	if boots, err := w.fake.World().Boots(sandbox.GetMachineId()); err != nil || boots > 1 {
+	harness.Must(t, w.Service.Start())
+	sandbox, err := w.Sandboxes.Create(w.Ctx, harness.Call("create", "c"), &berthv1.SandboxSpec{})
+	harness.Must(t, err)
+	w.WantState(sandbox, running, "after the restart")
+	if boots, err := w.Fake.World().Boots(sandbox.GetMachineId()); err != nil || boots > 1 {
 		t.Errorf("its machine was booted %d times (%v)", boots, err)
 	}
 }
 
 func TestWhatWasKeptLongEnoughIsDropped(t *testing.T) {
-	w := newWorld(t)
-	sandbox, young := w.sandbox(), w.sandbox()
-	job, err := w.jobs.Start(w.ctx, call("start", "r"), sandbox.GetId(), &berthv1.JobSpec{Shell: "echo some"})
-	must(t, err)
-	if _, err := w.jobs.Poll(w.ctx, namespace, job.GetId(), soon); err != nil {
+	w := newHarness(t)
+	sandbox, young := w.Sandbox(), w.Sandbox()
+	job, err := w.Jobs.Start(w.Ctx, harness.Call("start", "r"), sandbox.GetId(), &berthv1.JobSpec{Shell: "echo some"})
+	harness.Must(t, err)
+	if _, err := w.Jobs.Poll(w.Ctx, harness.Namespace, job.GetId(), harness.Soon); err != nil {
 		t.Fatal(err)
 	}
-	_, err = w.sandboxes.Destroy(w.ctx, call("destroy", ""), sandbox.GetId())
-	must(t, err)
-	w.later(retention - time.Hour)
-	w.trim(w.ctx)
-	if _, err := w.jobs.Poll(w.ctx, namespace, job.GetId(), 0); err != nil {
+	_, err = w.Sandboxes.Destroy(w.Ctx, harness.Call("destroy", ""), sandbox.GetId())
+	harness.Must(t, err)
+	w.Later(retention - time.Hour)
+	w.trim(w.Ctx)
+	if _, err := w.Jobs.Poll(w.Ctx, harness.Namespace, job.GetId(), 0); err != nil {
 		t.Errorf("before its time: %v", err)
 	}
-	w.later(2 * time.Hour)
-	w.trim(w.ctx)
-	if _, err := w.jobs.Poll(w.ctx, namespace, job.GetId(), 0); !fault.Is(err, fault.JobNotFound) {
+	w.Later(2 * time.Hour)
+	w.trim(w.Ctx)
+	if _, err := w.Jobs.Poll(w.Ctx, harness.Namespace, job.GetId(), 0); !fault.Is(err, fault.JobNotFound) {
 		t.Errorf("the receipt after its time: %v", err)
 	}
-	if _, _, err := w.sandboxes.Get(namespace, sandbox.GetId()); !fault.Is(err, fault.SandboxNotFound) {
+	if _, _, err := w.Sandboxes.Get(harness.Namespace, sandbox.GetId()); !fault.Is(err, fault.SandboxNotFound) {
 		t.Errorf("the sandbox after its time: %v", err)
 	}
-	w.wantState(young, running, "always")
-	must(t, w.ledger.View(func(tx *store.Tx) error {
-		request, err := tx.Request(namespace, "r")
+	w.WantState(young, running, "always")
+	harness.Must(t, w.Ledger.View(func(tx *store.Tx) error {
+		request, err := tx.Request(harness.Namespace, "r")
 		if request != nil {
 			t.Errorf("the request id is still remembered: %v", request)
 		}
@@ -453,19 +299,19 @@ func TestWhatWasKeptLongEnoughIsDropped(t *testing.T) {
 }
 
 func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	ctx, cancel := context.WithCancel(w.ctx)
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	ctx, cancel := context.WithCancel(w.Ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		w.Run(ctx)
 	}()
-	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Kick()
 	w.Kick()
-	w.wait("the sandbox to be stopped", func() bool {
-		now, _, err := w.sandboxes.Get(namespace, sandbox.GetId())
+	w.Wait("the sandbox to be stopped", func() bool {
+		now, _, err := w.Sandboxes.Get(harness.Namespace, sandbox.GetId())
 		return err == nil && now.GetState() == stopped
 	})
 	cancel()
@@ -473,30 +319,30 @@ func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
 }
 
 func TestATrimThatTakesLongHoldsUpNoLook(t *testing.T) {
-	w := newWorld(t)
-	sandbox := w.sandbox()
-	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
-	w.silent(sandbox)
+	w := newHarness(t)
+	sandbox := w.Sandbox()
+	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	w.Silent(sandbox)
 	written, held := make(chan error, 1), make(chan struct{})
 	letGo := sync.OnceFunc(func() { close(held) })
 	go func() {
-		written <- w.ledger.Update(w.ctx, func(*store.Tx) error { // a trim waits behind it
+		written <- w.Ledger.Update(w.Ctx, func(*store.Tx) error { // a trim waits behind it
 			<-held
 			return nil
 		})
 	}()
-	w.trims = 10 * time.Millisecond // before the first look
-	ctx, cancel := context.WithCancel(w.ctx)
+	w.trimInterval = 10 * time.Millisecond // before the first look
+	ctx, cancel := context.WithCancel(w.Ctx)
 	var running sync.WaitGroup
 	defer running.Wait()
 	defer cancel()
-	defer letGo() // before the others: the world's end waits for the ledger
+	defer letGo() // before the others: the harness's end waits for the ledger
 	running.Go(func() { w.Run(ctx) })
-	w.wait("a look while a trim is at work", func() bool {
+	w.Wait("a look while a trim is at work", func() bool {
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		return w.seen[sandbox.GetMachineId()].verdict == lifecycle.Stopped
+		return w.observed[sandbox.GetMachineId()].found == machines.Stopped
 	})
 	letGo()
-	must(t, <-written)
+	harness.Must(t, <-written)
 }

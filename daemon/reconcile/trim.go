@@ -11,7 +11,7 @@ import (
 // runTrim trims until the context ends. It has a goroutine of its own: there may be much to drop, and no
 // machine is to wait for that.
 func (s *Service) runTrim(ctx context.Context) {
-	ticker := time.NewTicker(s.trims)
+	ticker := time.NewTicker(s.trimInterval)
 	defer ticker.Stop()
 	for {
 		select {
@@ -31,21 +31,21 @@ func (s *Service) trim(ctx context.Context) {
 	err := errors.Join(
 		s.untilFew(ctx, func() (n int, err error) {
 			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-				n, err = tx.TrimRequests(now, trimAtOnce)
+				n, err = tx.TrimRequests(now, maxTrim)
 				return err
 			})
 			return n, err
 		}),
 		s.untilFew(ctx, func() (n int, err error) {
 			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-				n, err = tx.TrimEvents(now.Add(-eventsKept), eventsMost, trimAtOnce)
+				n, err = tx.TrimEvents(now.Add(-eventRetention), maxEvents, maxTrim)
 				return err
 			})
 			return n, err
 		}),
-		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveReceipts(ctx, before, trimAtOnce) }),
-		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveExcess(ctx, s.opts.ReceiptsMost, trimAtOnce) }),
-		s.opts.Jobs.BoundOutput(ctx, s.opts.OutputMost),
+		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveReceipts(ctx, before, maxTrim) }),
+		s.untilFew(ctx, func() (int, error) { return s.opts.Jobs.RemoveExcess(ctx, s.opts.MaxReceipts, maxTrim) }),
+		s.opts.Jobs.BoundOutput(ctx, s.opts.MaxOutput),
 		s.trimSandboxes(ctx, before),
 	)
 	if err != nil && ctx.Err() == nil {
@@ -57,7 +57,7 @@ func (s *Service) trim(ctx context.Context) {
 func (s *Service) untilFew(ctx context.Context, trim func() (int, error)) error {
 	for {
 		n, err := trim()
-		if err != nil || n < trimAtOnce || ctx.Err() != nil {
+		if err != nil || n < maxTrim || ctx.Err() != nil {
 			return err
 		}
 	}
@@ -65,7 +65,7 @@ func (s *Service) untilFew(ctx context.Context, trim func() (int, error)) error 
 
 func (s *Service) trimSandboxes(ctx context.Context, before time.Time) error {
 	return s.opts.Store.Update(ctx, func(tx *store.Tx) error {
-		ids, err := tx.EndedSandboxes(before, trimAtOnce)
+		ids, err := tx.EndedSandboxes(before, maxTrim)
 		if err != nil {
 			return err
 		}

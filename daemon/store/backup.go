@@ -60,7 +60,7 @@ func sameFile(a, b string) (bool, error) {
 	return os.SameFile(first, second), nil
 }
 
-// copyTo copies the pages as they are. It is the only long read transaction of this room, bounded by
+// copyTo copies the pages as they are. It is the only long read transaction of this package, bounded by
 // the speed of a local disk.
 func (s *Store) copyTo(ctx context.Context, path string) error {
 	file, err := os.OpenFile(filepath.Clean(path), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)

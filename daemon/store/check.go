@@ -26,7 +26,7 @@ type Finding struct {
 }
 
 // Check reads the whole ledger: whether its pages are sound, every record can be decoded, and the
-// indexes say what the records say. RepairIndexes mends all but the first two kinds. It reads a copy,
+// indexes say what the records say. RepairIndexes repairs all but the first two kinds. It reads a copy,
 // which it makes at scratch and removes: reading pages beside a writer is not safe, and would make the
 // writer wait.
 func (s *Store) Check(ctx context.Context, scratch string) (findings []Finding, err error) {
@@ -83,20 +83,20 @@ func (tx *Tx) check(path string) ([]Finding, error) {
 }
 
 // RepairIndexes makes the indexes say what the records say, as far as those can be decoded, and
-// returns what it mended.
+// returns what it repaired.
 func (s *Store) RepairIndexes(ctx context.Context) ([]Finding, error) {
-	var mended []Finding
+	var repaired []Finding
 	err := s.Update(ctx, func(tx *Tx) error {
 		wanted, _, err := tx.wantedEntries()
 		if err != nil {
 			return err
 		}
-		if mended, err = tx.compareEntries(wanted); err != nil || len(mended) == 0 {
+		if repaired, err = tx.compareEntries(wanted); err != nil || len(repaired) == 0 {
 			return err
 		}
 		return tx.rewriteEntries(wanted)
 	})
-	return mended, err
+	return repaired, err
 }
 
 // wantedEntries computes every index entry from the records, by bucket and key.

@@ -5,6 +5,8 @@ import (
 	"strconv"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/berth-sandbox/berth/daemon/fault"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 )
@@ -44,16 +46,21 @@ func (tx *Tx) ListEvents(q Page, keep func(*recordv1.EventRecord) bool) (revisio
 	if err != nil {
 		return nil, nil, "", err
 	}
+	bytes := 0
 	cursor := bucket.Cursor()
 	for key := lastBefore(cursor, numberBytes(end)); key != nil; key, _ = cursor.Prev() {
 		revision, event, err := decodeEvent(key, bucket.Get(key))
 		if err != nil {
 			return nil, nil, "", err
 		}
+		if err := q.canceled(); err != nil {
+			return nil, nil, "", err
+		}
 		if keep != nil && !keep(event) {
 			continue
 		}
-		if len(page) == q.size() {
+		bytes += proto.Size(event)
+		if len(page) == q.size() || q.Bytes > 0 && bytes > q.Bytes && len(page) > 0 {
 			next = strconv.FormatUint(revisions[len(revisions)-1], 10)
 			break
 		}

@@ -34,6 +34,7 @@ func (tx *Tx) PutJob(rec *recordv1.JobRecord, event, message string) error {
 	if err := tx.save(jobsBucket, rec.Id, rec); err != nil {
 		return err
 	}
+	tx.note(Change{Kind: KindJob, ID: rec.Id, Revision: rec.Revision})
 	if err := tx.reindex(jobEntries(old), jobEntries(rec)); err != nil {
 		return err
 	}
@@ -68,7 +69,11 @@ func (tx *Tx) DeleteJob(id string) error {
 	if err := tx.reindex(jobEntries(old), nil); err != nil {
 		return err
 	}
-	return tx.remove(jobsBucket, []byte(id))
+	if err := tx.remove(jobsBucket, []byte(id)); err != nil {
+		return err
+	}
+	tx.note(Change{Kind: KindJob, ID: id, Revision: tx.Revision(), Deleted: true})
+	return nil
 }
 
 // CountOpenJobs returns how many jobs of a sandbox are not DONE, attached ones included.

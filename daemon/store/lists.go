@@ -7,6 +7,7 @@ import (
 	"time"
 
 	bolt "go.etcd.io/bbolt"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
@@ -15,11 +16,18 @@ import (
 // Page says which part of a list is wanted. Lists are newest first; ids sort by the time at which
 // they were made.
 type Page struct {
-	// Size is how many at most; not positive is 100.
+	// Size is how many records at most; not positive is 100.
 	Size int
+	// Bytes is how much their encodings may take in all; not positive is no limit. A page that is not the
+	// last has at least one record.
+	Bytes int
 	// After is the next of the page before; empty is the first page. For records it is the last id of
 	// that page, so that a list goes on where it was, whatever was added or removed meanwhile.
 	After string
+	// Cut, if set, shortens a record that is wanted before its bytes are counted.
+	Cut func(proto.Message)
+	// Canceled, if set, ends the scan with its error.
+	Canceled func() error
 }
 
 func (p Page) size() int {
@@ -29,35 +37,19 @@ func (p Page) size() int {
 	return p.Size
 }
 
+func (p Page) canceled() error {
+	if p.Canceled == nil {
+		return nil
+	}
+	return p.Canceled()
+}
+
 // ListSandboxes returns a page of a namespace's sandboxes, newest first: those that keep accepts, or
 // all where it is nil. next is the After of the next page, empty when nothing follows.
 func (tx *Tx) ListSandboxes(namespace string, q Page, keep func(*recordv1.SandboxRecord) bool) (page []*recordv1.SandboxRecord, next string, err error) {
-	var failed error
-	err = tx.scanBack(sandboxesByNamespace, namespace, q.After, func(id string) bool {
-		rec, err := tx.Sandbox(id)
-		switch {
-		case err != nil:
-			failed = err
-			return false
-		case rec == nil:
-			failed = dangling(sandboxesByNamespace, id)
-			return false
-		case keep != nil && !keep(rec):
-			return true
-		case len(page) == q.size():
-			next = page[len(page)-1].Id
-			return false
-		}
-		page = append(page, rec)
-		return true
+	return list(tx, sandboxesByNamespace, namespace, q, tx.Sandbox, func(rec *recordv1.SandboxRecord) bool {
+		return keep == nil || keep(rec)
 	})
-	if err == nil {
-		err = failed
-	}
-	if err != nil {
-		return nil, "", err
-	}
-	return page, next, nil
 }
 
 // ListJobs is ListSandboxes for the jobs of a sandbox of the namespace, or of the whole namespace
@@ -67,20 +59,39 @@ func (tx *Tx) ListJobs(namespace, sandboxID string, q Page, keep func(*recordv1.
 	if sandboxID != "" {
 		index, of = jobsBySandbox, sandboxID
 	}
+	return list(tx, index, of, q, tx.Job, func(rec *recordv1.JobRecord) bool {
+		return rec.GetNamespace() == namespace && (keep == nil || keep(rec))
+	})
+}
+
+// list returns a page of the records that an index names for of, newest first.
+func list[R any, T interface {
+	*R
+	proto.Message
+	GetId() string
+}](tx *Tx, index, of string, q Page, get func(id string) (T, error), keep func(T) bool) (page []T, next string, err error) {
 	var failed error
+	bytes := 0
 	err = tx.scanBack(index, of, q.After, func(id string) bool {
-		rec, err := tx.Job(id)
+		rec, err := get(id)
 		switch {
-		case err != nil:
-			failed = err
+		case err == nil && rec == nil:
+			err = dangling(index, id)
+		case err == nil:
+			err = q.canceled()
+		}
+		if failed = err; err != nil {
 			return false
-		case rec == nil:
-			failed = dangling(index, id)
-			return false
-		case rec.Namespace != namespace, keep != nil && !keep(rec):
+		}
+		if !keep(rec) {
 			return true
-		case len(page) == q.size():
-			next = page[len(page)-1].Id
+		}
+		if q.Cut != nil {
+			q.Cut(rec)
+		}
+		bytes += proto.Size(rec)
+		if len(page) == q.size() || q.Bytes > 0 && bytes > q.Bytes && len(page) > 0 {
+			next = page[len(page)-1].GetId()
 			return false
 		}
 		page = append(page, rec)

@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
@@ -383,5 +385,77 @@ func TestEventsAreFollowedListedAndTrimmed(t *testing.T) {
 	}
 	if err := s.Update(context.Background(), put("sb_7")); err != nil || s.Revision() != 7 {
 		t.Errorf("after trimming: revision %d, %v", s.Revision(), err)
+	}
+}
+
+func TestAPageEndsWhenItsRecordsTakeTooMuchAndAScanWhenNobodyWantsIt(t *testing.T) {
+	s := newTest(t)
+	update(t, s, func(tx *Tx) error {
+		for i := range 6 {
+			rec := job(fmt.Sprintf("job_%d", i), "sb_1", berthv1.JobState_JOB_STATE_RUNNING)
+			rec.Spec = &berthv1.JobSpec{Shell: strings.Repeat("x", 1000)}
+			if err := tx.PutJob(rec, "job.running", strings.Repeat("x", 1000)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	shorten := func(message proto.Message) { message.(*recordv1.JobRecord).Spec = nil }
+	even := func(rec *recordv1.JobRecord) bool { return (rec.Id[len(rec.Id)-1]-'0')%2 == 0 }
+	for _, c := range []struct {
+		name string
+		page Page
+		keep func(*recordv1.JobRecord) bool
+		want [][]string
+	}{
+		{"two fit", Page{Bytes: 2500}, nil, [][]string{{"job_5", "job_4"}, {"job_3", "job_2"}, {"job_1", "job_0"}}},
+		{"of those that are wanted two fit", Page{Bytes: 2500}, even, [][]string{{"job_4", "job_2"}, {"job_0"}}},
+		{"not even one fits", Page{Bytes: 10}, even, [][]string{{"job_4"}, {"job_2"}, {"job_0"}}},
+		{"all fit when they are cut", Page{Bytes: 2500, Cut: shorten}, nil, [][]string{{"job_5", "job_4", "job_3", "job_2", "job_1", "job_0"}}},
+		{"the number ends it first", Page{Bytes: 2500, Size: 1}, even, [][]string{{"job_4"}, {"job_2"}, {"job_0"}}},
+	} {
+		var got [][]string
+		for q := c.page; ; {
+			var next string
+			view(t, s, func(tx *Tx) error {
+				page, after, err := tx.ListJobs("default", "", q, c.keep)
+				got, next = append(got, jobIDs(page)), after
+				return err
+			})
+			if q.After = next; next == "" {
+				break
+			}
+		}
+		if fmt.Sprint(got) != fmt.Sprint(c.want) {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
+		}
+	}
+	view(t, s, func(tx *Tx) error {
+		revisions, _, next, err := tx.ListEvents(Page{Bytes: 2500}, nil)
+		if len(revisions) != 2 || next == "" {
+			t.Errorf("a page of events has %d, and %q follows", len(revisions), next)
+		}
+		return err
+	})
+	seen, gone := 0, errors.New("nobody wants it")
+	q := Page{Canceled: func() error {
+		if seen++; seen == 3 {
+			return gone
+		}
+		return nil
+	}}
+	for name, list := range map[string]func(*Tx) error{
+		"jobs":   func(tx *Tx) error { _, _, err := tx.ListJobs("default", "", q, nil); return err },
+		"events": func(tx *Tx) error { _, _, _, err := tx.ListEvents(q, nil); return err },
+		"unwanted": func(tx *Tx) error {
+			_, _, err := tx.ListJobs("default", "", q, func(*recordv1.JobRecord) bool { return false })
+			return err
+		},
+		"a sandbox": func(tx *Tx) error { _, _, err := tx.ListJobs("default", "sb_1", q, nil); return err },
+	} {
+		seen = 0
+		if err := s.View(list); !errors.Is(err, gone) || seen != 3 {
+			t.Errorf("%s: after %d records: %v", name, seen, err)
+		}
 	}
 }

@@ -24,13 +24,14 @@ func (tx *Tx) PutMachine(rec *recordv1.MachineRecord, event, message string) err
 	if err != nil {
 		return err
 	}
-	if old.GetState() >= recordv1.MachineState_MACHINE_STATE_DOOMED && rec.State < old.State {
+	if old.GetState() >= recordv1.MachineState_MACHINE_STATE_TERMINATING && rec.State < old.State {
 		return fault.New(fault.Internal, "machine %s is %s and can't become %s", rec.Id, old.State, rec.State)
 	}
 	revision := tx.bump()
 	if err := tx.save(machinesBucket, rec.Id, rec); err != nil {
 		return err
 	}
+	tx.note(Change{Kind: KindMachine, ID: rec.Id, Revision: revision})
 	if err := tx.reindex(machineEntries(old), machineEntries(rec)); err != nil {
 		return err
 	}
@@ -48,7 +49,11 @@ func (tx *Tx) DeleteMachine(id string) error {
 	if err := tx.reindex(machineEntries(old), nil); err != nil {
 		return err
 	}
-	return tx.remove(machinesBucket, []byte(id))
+	if err := tx.remove(machinesBucket, []byte(id)); err != nil {
+		return err
+	}
+	tx.note(Change{Kind: KindMachine, ID: id, Revision: tx.Revision(), Deleted: true})
+	return nil
 }
 
 // machineEntries are the index keys of a machine; none of nil.

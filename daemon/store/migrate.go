@@ -178,7 +178,7 @@ func writeWhole(target string, fill func(temp string) error) (err error) {
 }
 
 func syncFile(path string) error {
-	file, err := os.OpenFile(path, os.O_RDWR, 0) // #nosec G304 -- a file that this room just wrote
+	file, err := os.OpenFile(path, os.O_RDWR, 0) // #nosec G304 -- a file that this package just wrote
 	if err != nil {
 		return err
 	}

@@ -46,7 +46,7 @@ func (m *model) step(r *rand.Rand, tx *Tx) error {
 		return err
 	case 3, 4:
 		rec := &recordv1.MachineRecord{Id: id("m"), State: recordv1.MachineState(1 + r.IntN(4)), Generation: r.Uint64()}
-		if old := m.machines[rec.Id]; old.GetState() >= recordv1.MachineState_MACHINE_STATE_DOOMED {
+		if old := m.machines[rec.Id]; old.GetState() >= recordv1.MachineState_MACHINE_STATE_TERMINATING {
 			rec.State = max(rec.State, old.State)
 		}
 		m.revision++

@@ -18,7 +18,11 @@ func (tx *Tx) PutOperation(rec *recordv1.OperationRecord) error {
 	if err := checkKey("operation id", rec.GetId()); err != nil {
 		return err
 	}
-	return tx.save(operationsBucket, rec.Id, rec)
+	if err := tx.save(operationsBucket, rec.Id, rec); err != nil {
+		return err
+	}
+	tx.note(Change{Kind: KindOperation, ID: rec.Id, Revision: tx.Revision()})
+	return nil
 }
 
 // DeleteOperation closes an operation; absent is success.
@@ -26,7 +30,11 @@ func (tx *Tx) DeleteOperation(id string) error {
 	if err := checkKey("operation id", id); err != nil {
 		return err
 	}
-	return tx.remove(operationsBucket, []byte(id))
+	if err := tx.remove(operationsBucket, []byte(id)); err != nil {
+		return err
+	}
+	tx.note(Change{Kind: KindOperation, ID: id, Revision: tx.Revision(), Deleted: true})
+	return nil
 }
 
 // OpenOperations returns every open operation, oldest first.

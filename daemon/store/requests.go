@@ -24,7 +24,7 @@ func (tx *Tx) Request(namespace, requestID string) (*recordv1.RequestRecord, err
 // PutRequest remembers a request id until rec's expire_time, which must be set.
 func (tx *Tx) PutRequest(namespace, requestID string, rec *recordv1.RequestRecord) error {
 	if rec.GetExpireTime() == nil {
-		return fault.New(fault.Internal, "request %s/%s has no expire_time: it would be remembered for ever", namespace, requestID)
+		return fault.New(fault.Internal, "request %s/%s has no expire_time: it would be remembered forever", namespace, requestID)
 	}
 	old, err := tx.Request(namespace, requestID)
 	if err != nil {

@@ -37,6 +37,7 @@ func (tx *Tx) PutSandbox(rec *recordv1.SandboxRecord, event, message string) err
 	if err := tx.save(sandboxesBucket, rec.Id, rec); err != nil {
 		return err
 	}
+	tx.note(Change{Kind: KindSandbox, ID: rec.Id, Revision: rec.Revision})
 	if err := tx.reindex(sandboxEntries(old), sandboxEntries(rec)); err != nil {
 		return err
 	}
@@ -55,7 +56,11 @@ func (tx *Tx) DeleteSandbox(id string) error {
 	if err := tx.reindex(sandboxEntries(old), nil); err != nil {
 		return err
 	}
-	return tx.remove(sandboxesBucket, []byte(id))
+	if err := tx.remove(sandboxesBucket, []byte(id)); err != nil {
+		return err
+	}
+	tx.note(Change{Kind: KindSandbox, ID: id, Revision: tx.Revision(), Deleted: true})
+	return nil
 }
 
 // sandboxEnded reports whether nothing of the sandbox is left but its record.

@@ -1,5 +1,5 @@
 // Package store holds the ledger: one bbolt file, its buckets (drawn in buckets.go), its migrations
-// and its transactions. It is the only room of the daemon that knows bbolt. It never calls a network
+// and its transactions. It is the only package of the daemon that knows bbolt. It never calls a network
 // or a provider, never decides what a record should say, and never hands out a transaction that
 // outlives the function it was made for.
 //
@@ -73,7 +73,7 @@ type Store struct {
 	queue    queue
 	finished chan struct{} // closed when the writer goroutine is gone
 	broken   atomic.Pointer[error]
-	hooks    []func(uint64)
+	onCommit []func(Commit)
 	closing  sync.Once
 	closeErr error
 }
@@ -224,10 +224,9 @@ func (s *Store) SizeBytes() int64 {
 // Revision returns the ledger's revision as of the last commit.
 func (s *Store) Revision() uint64 { return s.revision.Load() }
 
-// OnCommit has f called after each commit that changed something, with the ledger's revision, by
-// the writer and before the callers of that commit are answered. f must be quick and must not call
-// Update. Register before the first Update.
-func (s *Store) OnCommit(f func(revision uint64)) { s.hooks = append(s.hooks, f) }
+// OnCommit has f called after each commit, in their order, by the writer and before the callers of
+// that commit are answered. f must be quick and must not call Update. Register before the first Update.
+func (s *Store) OnCommit(f func(Commit)) { s.onCommit = append(s.onCommit, f) }
 
 // View runs fn on a consistent snapshot of what is committed. The transaction is over when fn
 // returns; fn must not block and must not call Update, since a growing file waits for it. It returns

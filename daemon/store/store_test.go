@@ -451,14 +451,18 @@ func TestWhatIsFinalStaysSo(t *testing.T) {
 			func(tx *Tx) error { return tx.PutJob(done(0), "", "") },
 			func(tx *Tx) error { return tx.PutJob(done(0), "", "") }, false},
 		{"a doomed machine does not come back",
-			func(tx *Tx) error { return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_DOOMED), "", "") },
+			func(tx *Tx) error {
+				return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_TERMINATING), "", "")
+			},
 			func(tx *Tx) error { return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_BOOTED), "", "") }, true},
 		{"a doomed machine goes",
 			func(tx *Tx) error { return nil },
 			func(tx *Tx) error { return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_GONE), "", "") }, false},
 		{"a gone machine is not doomed again",
 			func(tx *Tx) error { return nil },
-			func(tx *Tx) error { return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_DOOMED), "", "") }, true},
+			func(tx *Tx) error {
+				return tx.PutMachine(machine(recordv1.MachineState_MACHINE_STATE_TERMINATING), "", "")
+			}, true},
 	}
 	s := newTest(t)
 	for _, c := range cases {
@@ -563,9 +567,9 @@ func TestBrokenIndexesAreFoundAndMended(t *testing.T) {
 	if err != nil || len(findings) != 4 {
 		t.Errorf("found %v, %v", findings, err)
 	}
-	mended, err := s.RepairIndexes(context.Background())
-	if err != nil || len(mended) != 4 {
-		t.Errorf("mended %v, %v", mended, err)
+	repaired, err := s.RepairIndexes(context.Background())
+	if err != nil || len(repaired) != 4 {
+		t.Errorf("repaired %v, %v", repaired, err)
 	}
 	if findings, err := check(t, s); len(findings) > 0 || err != nil {
 		t.Errorf("after: %v, %v", findings, err)

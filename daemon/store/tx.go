@@ -28,6 +28,7 @@ type Tx struct {
 	counts  counts
 	changed bool // counts differ from what is in meta/
 	writes  int  // puts and deletes so far
+	changes []Change
 }
 
 // counts are the numbers of meta/ that move with nearly every transaction: kept here and written

@@ -42,7 +42,7 @@ func (s *Store) Update(ctx context.Context, fn func(*Tx) error) error {
 }
 
 // UpdateLater hands fn to the same queue as Update and does not wait: fn is committed with the next
-// Update, or after linger when there is none, and at the latest by Close. Its error is logged. What is handed in and not yet committed is lost in a
+// Update, or after batchDelay when there is none, and at the latest by Close. Its error is logged. What is handed in and not yet committed is lost in a
 // crash, so fn only writes what can be found out again.
 func (s *Store) UpdateLater(fn func(*Tx) error) {
 	if !s.queue.add(&change{fn: fn}) {
@@ -52,11 +52,11 @@ func (s *Store) UpdateLater(fn func(*Tx) error) {
 
 // change is one function on its way through the writer.
 type change struct {
-	fn     func(*Tx) error
-	done   chan error // nil when nobody waits
-	state  atomic.Int32
-	failed error // fn's own error, kept until the fate of what it may have seen is known
-	leaned bool  // others wrote before it in the transaction in which it failed
+	fn          func(*Tx) error
+	done        chan error // nil when nobody waits
+	state       atomic.Int32
+	failed      error // fn's own error, kept until the fate of what it may have seen is known
+	othersWrote bool  // others wrote before it in the transaction in which it failed
 }
 
 // The states of a change. Whoever leaves waiting first decides: the writer or the caller.
@@ -69,9 +69,9 @@ const (
 func (c *change) take() bool     { return c.state.CompareAndSwap(waiting, taken) }
 func (c *change) withdraw() bool { return c.state.CompareAndSwap(waiting, withdrawn) }
 
-// linger is how long a change that nobody waits for may wait for others: a short attached command
+// batchDelay is how long a change that nobody waits for may wait for others: a short attached command
 // writes one behind its answer, and a commit for each would cost more than the command.
-const linger = 50 * time.Millisecond
+const batchDelay = 50 * time.Millisecond
 
 // queue is the changes that wait for the writer, oldest first.
 type queue struct {
@@ -97,7 +97,7 @@ func (q *queue) add(c *change) bool {
 	if c.done != nil {
 		q.awaited++
 	} else if q.timer == nil {
-		q.timer = time.AfterFunc(linger, q.hurry)
+		q.timer = time.AfterFunc(batchDelay, q.hurry)
 	}
 	if q.ready() {
 		q.filled.Signal()
@@ -178,7 +178,7 @@ func (s *Store) write() {
 // answer tells the caller of c how it ended; err is how the batch ended. A function that failed by
 // itself gets its own error, unless that may rest on writes that did not last.
 func (s *Store) answer(c *change, err error) {
-	if c.failed != nil && (err == nil || !c.leaned) {
+	if c.failed != nil && (err == nil || !c.othersWrote) {
 		err = c.failed
 	}
 	switch {
@@ -219,8 +219,8 @@ func (s *Store) commit(batch []*change) error {
 		return s.commitFailed(err, number)
 	}
 	s.revision.Store(revision)
-	for _, hook := range s.hooks {
-		hook(revision)
+	for _, notify := range s.onCommit {
+		notify(Commit{Revision: revision, Changes: tx.changes})
 	}
 	return nil
 }
@@ -255,7 +255,8 @@ func (tx *Tx) runEach(pending []*change) (rest []*change, clean bool) {
 			rest = append(rest, c)
 			continue
 		}
-		c.failed, c.leaned = err, before > 0
+		c.failed, c.othersWrote = err, before > 0
+		//mutation:rerun-of-commit if false {
 		if tx.writes > before {
 			return append(rest, pending[i+1:]...), false
 		}
@@ -296,7 +297,7 @@ func (s *Store) commitFailed(err error, number int) error {
 	return failure
 }
 
-// full reports whether a disk, or a quota on it, has no room.
+// full reports whether a disk, or a quota on it, is full.
 func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
 // lastNumber returns the number of the newest transaction whose head can be read.

@@ -125,7 +125,7 @@ func TestAFailingFunctionLosesOnlyItself(t *testing.T) {
 func TestFunctionsOfABatchRunInOrderAndSeeEachOther(t *testing.T) {
 	s := newTest(t)
 	var commits atomic.Int32
-	s.OnCommit(func(uint64) { commits.Add(1) })
+	s.OnCommit(func(Commit) { commits.Add(1) })
 	const n = 50
 	seen := make([]uint64, n)
 	fns := make([]func(*Tx) error, n)
@@ -170,7 +170,7 @@ func TestFunctionsAreRunAgainWithoutTheOneThatFailed(t *testing.T) {
 
 func TestAnUpdateThatWritesNothingCostsNoCommit(t *testing.T) {
 	s := newTest(t)
-	s.OnCommit(func(uint64) { t.Error("a commit happened") })
+	s.OnCommit(func(Commit) { t.Error("a commit happened") })
 	update(t, s, func(tx *Tx) error { _, err := tx.Sandbox("sb_1"); return err })
 }
 
@@ -239,11 +239,11 @@ func TestWriteBehindIsCommittedInItsTurnAndByClose(t *testing.T) {
 func TestHooksGetTheRevisionBeforeTheCallerIsAnswered(t *testing.T) {
 	s := newTest(t)
 	var told atomic.Uint64
-	s.OnCommit(func(revision uint64) {
-		if revision != s.Revision() {
-			t.Errorf("told %d, the ledger is at %d", revision, s.Revision())
+	s.OnCommit(func(commit Commit) {
+		if commit.Revision != s.Revision() {
+			t.Errorf("told %d, the ledger is at %d", commit.Revision, s.Revision())
 		}
-		told.Store(revision)
+		told.Store(commit.Revision)
 	})
 	for i := range 5 {
 		update(t, s, put(fmt.Sprintf("sb_%d", i)))
@@ -317,7 +317,7 @@ func TestAFullDiskIsRefusedCleanlyAndPasses(t *testing.T) {
 			t.Errorf("in a batch that did not fit: %v", err)
 		}
 	}
-	update(t, s, func(tx *Tx) error { // makes room: what was freed before is enough for this
+	update(t, s, func(tx *Tx) error { // frees pages: what was freed before is enough for this
 		for i := range n {
 			if err := tx.DeleteSandbox(fmt.Sprintf("sb_%03d", i)); err != nil {
 				return err
@@ -362,5 +362,33 @@ func TestACommitThatFailsInAnOpenWayEndsTheLedger(t *testing.T) {
 	_ = s.Close() // its file is closed already
 	if got := ids(t, openTest(t, path)); !slices.Equal(got, []string{"sb_1"}) {
 		t.Errorf("reopened, it holds %v", got)
+	}
+}
+
+func TestACommitNamesWhatItChangedAndNothingOfWhatWasRolledBack(t *testing.T) {
+	s := newTest(t)
+	var commits []Commit
+	s.OnCommit(func(commit Commit) { commits = append(commits, commit) })
+	refused := errors.New("refused")
+
+	update(t, s, put("sb_1"))
+	if err := s.Update(t.Context(), func(tx *Tx) error { return errors.Join(put("sb_2")(tx), refused) }); !errors.Is(err, refused) {
+		t.Fatalf("the refused function: %v", err)
+	}
+	update(t, s, func(tx *Tx) error { return tx.DeleteSandbox("sb_1") })
+	update(t, s, func(tx *Tx) error { return tx.PutOperation(&recordv1.OperationRecord{Id: "op_1"}) })
+
+	want := [][]Change{
+		{{Kind: KindSandbox, ID: "sb_1", Revision: 1}},
+		{{Kind: KindSandbox, ID: "sb_1", Revision: 1, Deleted: true}},
+		{{Kind: KindOperation, ID: "op_1", Revision: 1}},
+	}
+	if len(commits) != len(want) {
+		t.Fatalf("told of %d commits, want %d: %v", len(commits), len(want), commits)
+	}
+	for i, commit := range commits {
+		if !slices.Equal(commit.Changes, want[i]) {
+			t.Errorf("commit %d changed %v, want %v", i, commit.Changes, want[i])
+		}
 	}
 }

@@ -16,8 +16,8 @@ const (
 func goldenHashes() []golden {
 	return []golden{
 		{"no body", startJob, nil, "3d81d11269f54dc451fc46535f23020dc177ffe198fb24020633b5f18346d1dc"},
-		{"a full job", startJob, fullJob(), "5d5cb349e5e000ac2e4e1048d516fb2c8e6b143a80a4a0c1b2da3b70673d9db7"},
-		{"a job with an unknown field", startJob, withUnknown(fullJob()), "c74c6003b9f0561a0f312a4b07b0241ee11be316de38d65639ba0f3d0e5fc997"},
+		{"a full job", startJob, fullJob(), "ca14989550128a285e8fe924dd674d5bd164079db529baabd0f528f732e0eec5"},
+		{"a job with an unknown field", startJob, withUnknown(fullJob()), "8ff74b7c0f77d60aab7dbdf1c96f3f22af6a768c589c1fc3a105b94956d33f96"},
 		{"a sandbox", createSandbox, &berthv1.CreateSandboxRequest{
 			RequestId: "r-1",
 			Spec: &berthv1.SandboxSpec{

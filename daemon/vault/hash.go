@@ -34,6 +34,10 @@ const requestIDField protoreflect.Name = "request_id"
 //	string    length, bytes; bytes likewise
 //	number    integer, enum and bool: the value; float and double: its bits as a double, one NaN
 //
+// A caller's terminal is no part of the work: of a TerminalSize only its presence and its unknown fields
+// are hashed, and where there is one beside an environment, the entry TERM is not. So a command in a
+// terminal is joined from another window too.
+//
 // Populated is what protobuf says: a field with presence that was set, even to its default, and any
 // other that differs from its default. So what is set is told from what is not, exactly.
 func (v *Vault) BodyHash(method string, body proto.Message) []byte {
@@ -94,7 +98,7 @@ func (w *walker) end(unknown []byte) {
 func (w *walker) message(m protoreflect.Message, top bool) {
 	var fields []protoreflect.FieldDescriptor
 	m.Range(func(field protoreflect.FieldDescriptor, _ protoreflect.Value) bool {
-		if !top || field.Name() != requestIDField {
+		if isWork(m, field) && (!top || field.Name() != requestIDField) {
 			fields = append(fields, field)
 		}
 		return true
@@ -106,7 +110,7 @@ func (w *walker) message(m protoreflect.Message, top bool) {
 		w.varint(uint64(field.Number())) // #nosec G115 -- field numbers are positive
 		switch value := m.Get(field); {
 		case field.IsMap():
-			w.dictionary(field, value.Map())
+			w.dictionary(field, value.Map(), workKeys(m, field))
 		case field.IsList():
 			w.list(field, value.List())
 		default:
@@ -123,12 +127,37 @@ func (w *walker) list(field protoreflect.FieldDescriptor, list protoreflect.List
 	}
 }
 
-func (w *walker) dictionary(field protoreflect.FieldDescriptor, entries protoreflect.Map) {
-	keys := make([]protoreflect.MapKey, 0, entries.Len())
-	entries.Range(func(key protoreflect.MapKey, _ protoreflect.Value) bool {
-		keys = append(keys, key)
+// The names by which a caller's terminal is known in a body.
+const (
+	terminalSize  protoreflect.FullName = "berth.v1.TerminalSize"
+	terminalField protoreflect.Name     = "tty"
+	envField      protoreflect.Name     = "env"
+	terminalKind                        = "TERM"
+)
+
+// isWork reports whether a populated field of m is part of the work.
+func isWork(m protoreflect.Message, field protoreflect.FieldDescriptor) bool {
+	if m.Descriptor().FullName() == terminalSize {
+		return false
+	}
+	return !field.IsMap() || len(workKeys(m, field)) > 0
+}
+
+// workKeys returns the keys of m's map whose entries are part of the work.
+func workKeys(m protoreflect.Message, field protoreflect.FieldDescriptor) []protoreflect.MapKey {
+	tty := m.Descriptor().Fields().ByName(terminalField)
+	inTerminal := field.Name() == envField && tty != nil && m.Has(tty)
+	var keys []protoreflect.MapKey
+	m.Get(field).Map().Range(func(key protoreflect.MapKey, _ protoreflect.Value) bool {
+		if !inTerminal || key.String() != terminalKind {
+			keys = append(keys, key)
+		}
 		return true
 	})
+	return keys
+}
+
+func (w *walker) dictionary(field protoreflect.FieldDescriptor, entries protoreflect.Map, keys []protoreflect.MapKey) {
 	slices.SortFunc(keys, compareKeys(field.MapKey().Kind()))
 	w.varint(uint64(len(keys)))
 	for _, key := range keys {

@@ -53,7 +53,7 @@ func withUnknown(request *berthv1.StartJobRequest) *berthv1.StartJobRequest {
 	return request
 }
 
-// TestHashesStayWhatTheyAre holds the hash of version 1 for ever, with the key of bytes 0 to 31. A
+// TestHashesStayWhatTheyAre holds the hash of version 1 forever, with the key of bytes 0 to 31. A
 // vector that changes means that no request id in any ledger matches its body any more.
 func TestHashesStayWhatTheyAre(t *testing.T) {
 	v := openFixed(t)
@@ -86,6 +86,12 @@ func TestEqualBodiesHashTheSame(t *testing.T) {
 		if !bytes.Equal(v.BodyHash(startJob, body), v.BodyHash(startJob, fullJob())) {
 			t.Error(name)
 		}
+	}
+	onlyTerminal := func(env map[string]string, size *berthv1.TerminalSize) []byte {
+		return v.BodyHash(startJob, &berthv1.StartJobRequest{Spec: &berthv1.JobSpec{Env: env, Tty: size}})
+	}
+	if !bytes.Equal(onlyTerminal(map[string]string{"TERM": "xterm"}, &berthv1.TerminalSize{Cols: 80, Rows: 24}), onlyTerminal(nil, &berthv1.TerminalSize{})) {
+		t.Error("a caller's terminal counts")
 	}
 	if !bytes.Equal(v.BodyHash(startJob, nil), v.BodyHash(startJob, (*berthv1.StartJobRequest)(nil))) ||
 		!bytes.Equal(v.BodyHash(startJob, nil), v.BodyHash(startJob, &berthv1.StartJobRequest{RequestId: "r"})) {
@@ -157,7 +163,9 @@ func TestDifferentBodiesHashDifferently(t *testing.T) {
 		"stdin open":                func(r *berthv1.StartJobRequest) { r.Spec.Stdin.Source = &berthv1.Stdin_Open{Open: true} },
 		"keep_output true":          func(r *berthv1.StartJobRequest) { r.Spec.KeepOutput = proto.Bool(true) },
 		"keep_output not said":      func(r *berthv1.StartJobRequest) { r.Spec.KeepOutput = nil },
-		"a terminal turned":         func(r *berthv1.StartJobRequest) { r.Spec.Tty = &berthv1.TerminalSize{Rows: 80} },
+		"no terminal":               func(r *berthv1.StartJobRequest) { r.Spec.Tty = nil },
+		"TERM of no terminal":       func(r *berthv1.StartJobRequest) { r.Spec.Tty, r.Spec.Env["TERM"] = nil, "xterm" },
+		"TERM as a secret":          func(r *berthv1.StartJobRequest) { r.Spec.SecretEnv["TERM"] = "xterm" },
 		"another timeout":           func(r *berthv1.StartJobRequest) { r.Spec.Timeout.Nanos++ },
 		"a field from the future":   func(r *berthv1.StartJobRequest) { withUnknown(r) },
 		"another field of the future": func(r *berthv1.StartJobRequest) {
@@ -203,6 +211,12 @@ func FuzzBodyHash(f *testing.F) {
 		a.RequestId, b.RequestId = "x", "x"
 		if !bytes.Equal(hashA, v.BodyHash(startJob, a)) {
 			t.Fatal("the request id counts")
+		}
+		for _, request := range []*berthv1.StartJobRequest{a, b} {
+			if spec := request.GetSpec(); spec.GetTty() != nil { // it is not part of the work
+				spec.Tty.Cols, spec.Tty.Rows = 0, 0
+				delete(spec.GetEnv(), "TERM")
+			}
 		}
 		same, equal := bytes.Equal(hashA, hashB), proto.Equal(a, b)
 		if same && !equal {

@@ -1,6 +1,6 @@
 // Package vault holds the broker's key: 32 random bytes in a file of their own beside the ledger. It
 // seals secrets so that a restart can still start jobs with them, and hashes the bodies of requests
-// so that a request id can be held to its body. The key never leaves the room, and nothing in it is
+// so that a request id can be held to its body. The key never leaves the package, and nothing in it is
 // ever logged; it stores nothing but that one file.
 package vault
 
@@ -35,7 +35,7 @@ const (
 	fingerprintBytes = 4
 )
 
-// The names under which keys are derived, so that no two purposes share one. They are for ever.
+// The names under which keys are derived, so that no two purposes share one. They never change.
 const (
 	purposeSeal        = "berth vault: seal"
 	purposeHash        = "berth vault: body hash"

@@ -14,7 +14,7 @@ import (
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/request"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -109,7 +109,7 @@ func (p Preparer) Prepare(ctx context.Context, sandbox *recordv1.SandboxRecord) 
 		if err != nil {
 			return fmt.Errorf("clone %s: %w", repo.GetUrl(), err)
 		}
-		if !interrupted(response) || attempt == lifecycle.SetupAttempts {
+		if !interrupted(response) || attempt == request.SetupAttempts {
 			return verdict(repo, response)
 		}
 	}
@@ -133,7 +133,7 @@ func cloneRequest(sandbox *recordv1.SandboxRecord, env map[string]string, attemp
 	repo, identity := sandbox.GetSpec().GetWorkspace().GetRepo(), sandbox.GetSpec().GetWorkspace().GetGitIdentity()
 	return &guestv1.RunRequest{
 		Start: &guestv1.StartRequest{
-			JobId: lifecycle.SetupJobID(sandbox.GetId(), attempt),
+			JobId: request.SetupJobID(sandbox.GetId(), attempt),
 			Command: &guestv1.Command{
 				Argv: []string{"/bin/sh", "-c", script, "berth-clone", repo.GetUrl(), repo.GetRef(),
 					strconv.FormatUint(uint64(repo.GetDepth()), 10), identity.GetName(), identity.GetEmail()},

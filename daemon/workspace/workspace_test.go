@@ -17,7 +17,7 @@ import (
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/request"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
@@ -76,7 +76,7 @@ func boot(t *testing.T) *machine {
 		_ = os.RemoveAll(dir)
 	})
 	token := []byte("a token of thirty-two bytes, so.")
-	id := lifecycle.NewID("m") // a guest kills what bears its machine's id
+	id := request.NewID("m") // a guest kills what bears its machine's id
 	_, err = provider.Create(ctx, providers.MachineSpec{MachineID: id, BrokerID: "b", Token: token, ListenDir: filepath.Join(dir, "s")})
 	must(t, err)
 	links.Open(guestlink.Target{MachineID: id, Token: token, Provider: provider, Machine: providers.Machine{ID: id}})
@@ -89,7 +89,7 @@ func boot(t *testing.T) *machine {
 
 func (m *machine) sandbox(repo *berthv1.Repo) *recordv1.SandboxRecord {
 	return &recordv1.SandboxRecord{
-		Id: lifecycle.NewID("sb"), MachineId: m.id,
+		Id: request.NewID("sb"), MachineId: m.id,
 		Spec: &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: repo, GitIdentity: &berthv1.GitIdentity{Name: "A. Gent", Email: "a@example.invalid"}}},
 	}
 }

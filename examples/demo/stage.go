@@ -56,7 +56,7 @@ func newStage(context.Context) (*stage, error) {
 			return nil, fmt.Errorf("%w: install it first", err)
 		}
 	}
-	// A socket's path has room for 107 bytes: the system's own directory is short.
+	// A socket's path holds 107 bytes: the system's own directory is short.
 	dir, err := os.MkdirTemp("/tmp", "berth-demo-")
 	if err != nil {
 		return nil, err

@@ -22,12 +22,12 @@ import (
 )
 
 const (
-	// pieceBytes is how much is passed on at once: what one frame of the carriers tried holds, and a
+	// chunkBytes is how much is passed on at once: what one frame of the carriers tried holds, and a
 	// multiple of gRPC's own frames.
-	pieceBytes = 64 << 10
-	// chatterMost is how much may come before the sentinel, in bytes: a login's greeting is a few
+	chunkBytes = 64 << 10
+	// maxChatter is how much may come before the sentinel, in bytes: a login's greeting is a few
 	// lines, and more than this is no bridge.
-	chatterMost = 64 << 10
+	maxChatter = 64 << 10
 	// nonceBytes is how long a nonce is before it is written in hexadecimal.
 	nonceBytes = 16
 )
@@ -62,7 +62,7 @@ func Command(program, socket, nonce string) []string {
 // waiting only. Closing the connection closes the stream and waits until nothing of it runs here.
 // After an error the stream is closed.
 func Open(ctx context.Context, stream Stream, nonce string) (net.Conn, error) {
-	output := bufio.NewReaderSize(stream.Output, pieceBytes)
+	output := bufio.NewReaderSize(stream.Output, chunkBytes)
 	if err := await(ctx, stream, output, nonce); err != nil {
 		return nil, err
 	}
@@ -101,7 +101,7 @@ func await(ctx context.Context, stream Stream, output *bufio.Reader, nonce strin
 // nowhere else in it but at its end, so a mismatch can only begin it anew.
 func readSentinel(output *bufio.Reader, sentinel string) error {
 	matched := 0
-	for skipped := 0; skipped < chatterMost; skipped++ {
+	for skipped := 0; skipped < maxChatter; skipped++ {
 		b, err := output.ReadByte()
 		if errors.Is(err, io.EOF) {
 			return errors.New("it ended before it was ready")
@@ -121,7 +121,7 @@ func readSentinel(output *bufio.Reader, sentinel string) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("%d bytes came and no sentinel", chatterMost)
+	return fmt.Errorf("%d bytes came and no sentinel", maxChatter)
 }
 
 func (s Stream) said() string {
@@ -156,11 +156,11 @@ func (c *conn) hangUp() {
 // pass copies until either side fails, and then ends the other pump as well: half a stream is none.
 func (c *conn) pass(to io.Writer, from io.Reader) {
 	defer c.hangUp()
-	piece := make([]byte, pieceBytes)
+	chunk := make([]byte, chunkBytes)
 	for {
-		n, err := from.Read(piece)
+		n, err := from.Read(chunk)
 		if n > 0 {
-			if _, err := to.Write(piece[:n]); err != nil {
+			if _, err := to.Write(chunk[:n]); err != nil {
 				return
 			}
 		}

@@ -205,7 +205,7 @@ func makeListenDir(dir string) error {
 }
 
 // make makes the container.
-func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image imageFacts, supplied supplied) (id string, err error) {
+func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image imageInfo, supplied supplied) (id string, err error) {
 	options := client.ContainerCreateOptions{
 		Name: containerName(spec.MachineID), Config: p.config(spec, image, supplied), HostConfig: hostConfig(spec, supplied),
 	}
@@ -249,7 +249,7 @@ func (p *Provider) turn(ctx context.Context) (release func(), err error) {
 	}
 }
 
-func (p *Provider) config(spec providers.MachineSpec, image imageFacts, supplied supplied) *container.Config {
+func (p *Provider) config(spec providers.MachineSpec, image imageInfo, supplied supplied) *container.Config {
 	configDir := stateDir
 	if supplied.shared {
 		configDir = hostDir
@@ -313,7 +313,7 @@ func workspaceOf(spec providers.MachineSpec) string {
 }
 
 // boot gives a container that does not run its BootConfig and starts it.
-func (p *Provider) boot(ctx context.Context, found container.InspectResponse, image imageFacts, spec providers.MachineSpec) error {
+func (p *Provider) boot(ctx context.Context, found container.InspectResponse, image imageInfo, spec providers.MachineSpec) error {
 	if err := p.configure(ctx, found, image, spec); err != nil {
 		return err
 	}
@@ -337,7 +337,7 @@ func (p *Provider) boot(ctx context.Context, found container.InspectResponse, im
 
 // configure puts the BootConfig where the guest looks for it: into the socket directory where the
 // machine has that, which costs nothing, else through the engine, which takes it 60 ms and more.
-func (p *Provider) configure(ctx context.Context, found container.InspectResponse, image imageFacts, spec providers.MachineSpec) error {
+func (p *Provider) configure(ctx context.Context, found container.InspectResponse, image imageInfo, spec providers.MachineSpec) error {
 	shared := listenDirOf(found.Mounts)
 	content, err := bootConfig(spec, image, shared != "")
 	if err != nil {
@@ -367,7 +367,7 @@ func (p *Provider) start(ctx context.Context, found container.InspectResponse) e
 	return err
 }
 
-func bootConfig(spec providers.MachineSpec, image imageFacts, shared bool) ([]byte, error) {
+func bootConfig(spec providers.MachineSpec, image imageInfo, shared bool) ([]byte, error) {
 	config := &guestv1.BootConfig{
 		MachineId: spec.MachineID, Token: spec.Token, Generation: spec.Generation,
 		ListenSocket: guestSocket, SpoolDir: path.Join(stateDir, "spool"), Workspace: workspaceOf(spec),

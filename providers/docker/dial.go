@@ -54,11 +54,11 @@ func (d *dialer) Dial(ctx context.Context) (net.Conn, error) {
 	if d.out == nil {
 		return d.provider.dialBridge(ctx, d.container)
 	}
-	patience := dialOutTime
+	timeout := dialOutTime
 	if d.bridged.Load() {
-		patience = dialOutAgain
+		timeout = dialOutAgain
 	}
-	conn, err := d.dialOut(ctx, patience)
+	conn, err := d.dialOut(ctx, timeout)
 	if err == nil || ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 		d.bridged.Store(d.bridged.Load() && err != nil)
 		return conn, err
@@ -73,8 +73,8 @@ func (d *dialer) Dial(ctx context.Context) (net.Conn, error) {
 	return conn, nil
 }
 
-func (d *dialer) dialOut(ctx context.Context, patience time.Duration) (net.Conn, error) {
-	limited, cancel := context.WithTimeout(ctx, patience)
+func (d *dialer) dialOut(ctx context.Context, timeout time.Duration) (net.Conn, error) {
+	limited, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	return d.out.Dial(limited)
 }
@@ -116,10 +116,10 @@ func (p *Provider) dialBridge(ctx context.Context, container string) (net.Conn, 
 
 // The engine sends a process's two streams in frames: the stream, three zeros, the length, the bytes.
 const (
-	frameHeader = 8
-	frameOutput = 1
-	frameErrors = 2
-	saidMost    = 2 << 10 // kept of standard error, in bytes
+	frameHeader   = 8
+	frameOutput   = 1
+	frameErrors   = 2
+	maxErrorBytes = 2 << 10 // kept of standard error, in bytes
 )
 
 // output reads a process's standard output out of the engine's frames and keeps the beginning of its
@@ -157,9 +157,9 @@ func (o *output) next() error {
 	if header[0] > frameErrors+1 || header[1] != 0 || header[2] != 0 || header[3] != 0 {
 		return errors.New("the engine sent what is no frame")
 	}
-	text, err := io.ReadAll(io.LimitReader(o.from, int64(min(length, saidMost))))
+	text, err := io.ReadAll(io.LimitReader(o.from, int64(min(length, maxErrorBytes))))
 	o.mu.Lock()
-	o.errors = append(o.errors, text[:min(len(text), saidMost-len(o.errors))]...)
+	o.errors = append(o.errors, text[:min(len(text), maxErrorBytes-len(o.errors))]...)
 	o.mu.Unlock()
 	if err == nil {
 		_, err = o.from.Discard(int(length) - len(text))

@@ -45,23 +45,23 @@ const (
 
 // Tuning.
 const (
-	tokenBytes    = 32                     // a machine's token, as the guest's BootConfig says
-	startsAtOnce  = 3                      // an engine does about 9 starts a second whatever it is asked; more at once only grow each one's time
-	infoTimeout   = 2 * time.Second        // what a look at an engine's health may cost
-	readTimeout   = 10 * time.Second       // a question to the engine; it answers in milliseconds
-	changeTimeout = 60 * time.Second       // an order to the engine; removing many files is the slowest
-	copyTimeout   = 90 * time.Second       // files into or out of a container, at the pace of a slow line
-	commitTimeout = 10 * time.Minute       // a snapshot copies what the machine has written
-	pullTimeout   = 30 * time.Minute       // an image; beyond this something hangs
-	pullReport    = 10 * time.Second       // how often a pull's progress is logged
-	pullRetry     = 5 * time.Second        // RetryAfter while an image is being pulled
-	stopGrace     = 10                     // seconds that a guest gets to end its jobs before it is killed
-	goneTimeout   = 30 * time.Second       // how long a container that is being removed may stay
-	gonePoll      = 50 * time.Millisecond  // between two looks at that
-	dialOutTime   = 5 * time.Second        // how long a guest may take to dial out before the bridge is tried; it takes 10 ms when it runs
-	dialOutAgain  = 200 * time.Millisecond // the same once the bridge has proved to be the only way
-	guestLogBytes = "1m"                   // the guest's log in the engine; it writes a few lines
-	noteBytes     = 2 << 10                // of that log, at most, in a Note
+	tokenBytes          = 32                     // a machine's token, as the guest's BootConfig says
+	maxConcurrentStarts = 3                      // an engine does about 9 starts a second whatever it is asked; more at once only grow each one's time
+	infoTimeout         = 2 * time.Second        // what a look at an engine's health may cost
+	readTimeout         = 10 * time.Second       // a question to the engine; it answers in milliseconds
+	changeTimeout       = 60 * time.Second       // an order to the engine; removing many files is the slowest
+	copyTimeout         = 90 * time.Second       // files into or out of a container, at the pace of a slow line
+	commitTimeout       = 10 * time.Minute       // a snapshot copies what the machine has written
+	pullTimeout         = 30 * time.Minute       // an image; beyond this something hangs
+	pullReport          = 10 * time.Second       // how often a pull's progress is logged
+	pullRetry           = 5 * time.Second        // RetryAfter while an image is being pulled
+	stopGrace           = 10                     // seconds that a guest gets to end its jobs before it is killed
+	goneTimeout         = 30 * time.Second       // how long a container that is being removed may stay
+	gonePoll            = 50 * time.Millisecond  // between two looks at that
+	dialOutTime         = 5 * time.Second        // how long a guest may take to dial out before the bridge is tried; it takes 10 ms when it runs
+	dialOutAgain        = 200 * time.Millisecond // the same once the bridge has proved to be the only way
+	guestLogBytes       = "1m"                   // the guest's log in the engine; it writes a few lines
+	noteBytes           = 2 << 10                // of that log, at most, in a Note
 )
 
 // Options are what a Provider is made from.
@@ -126,7 +126,7 @@ func New(options Options) (*Provider, error) {
 	}
 	return &Provider{
 		broker: options.BrokerID, guest: options.GuestPath, image: options.Image, bridge: options.Bridge,
-		log: options.Log, engine: engine, starting: make(chan struct{}, startsAtOnce),
+		log: options.Log, engine: engine, starting: make(chan struct{}, maxConcurrentStarts),
 	}, nil
 }
 

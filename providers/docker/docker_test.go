@@ -3,26 +3,21 @@ package docker_test
 import (
 	"bytes"
 	"context"
-	"crypto/hmac"
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/moby/moby/client"
 	"github.com/oklog/ulid/v2"
-	"go.uber.org/goleak"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 
-	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	contract "github.com/berth-sandbox/berth/conformance/provider"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/docker"
@@ -34,38 +29,7 @@ var brokerID = "test" + ulid.Make().String()
 // guestProgram is built once.
 var guestProgram string
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(suite{m}) }
-
-// suite is the tests with what they stand on and leave.
-type suite struct{ tests *testing.M }
-
-// Run builds the guest, runs the tests and clears the engine.
-func (s suite) Run() int {
-	bin, err := os.MkdirTemp("", "berth-docker-test")
-	check(err)
-	guestProgram = filepath.Join(bin, "berth-guest")
-	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", guestProgram, "../guest/cmd/berth-guest")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		check(fmt.Errorf("go build: %w: %s", err, out))
-	}
-	code := s.tests.Run()
-	if yard.engine != nil {
-		if err := yard.clear(); err != nil {
-			fmt.Println(err)
-			code = 1
-		}
-	}
-	check(os.RemoveAll(bin))
-	return code
-}
-
-func check(err error) {
-	if err != nil {
-		fmt.Println(err)
-		os.Exit(1)
-	}
-}
+func TestMain(m *testing.M) { fixture.Main(m, yard.clear) }
 
 // yard is the engine as the tests see it beside the provider, and what they put there.
 var yard engineYard
@@ -80,7 +44,8 @@ type engineYard struct {
 // provider's back.
 func onEngine(t testing.TB) *client.Client {
 	t.Helper()
-	need.Docker(t)
+	testenv.Docker(t)
+	guestProgram = fixture.Guest(t)
 	if yard.engine == nil {
 		engine, err := client.New(client.FromEnv)
 		if err != nil {
@@ -105,6 +70,9 @@ func guestVolumes(t testing.TB, engine *client.Client) (names []string) {
 
 // clear removes what the tests put on the engine, and names what machines left there.
 func (y *engineYard) clear() error {
+	if y.engine == nil {
+		return nil
+	}
 	ctx := context.Background()
 	var left []string
 	containers, err := y.engine.ContainerList(ctx, client.ContainerListOptions{All: true, Filters: client.Filters{}.Add("label", "dev.berth.broker="+brokerID)})
@@ -114,7 +82,7 @@ func (y *engineYard) clear() error {
 	volumes, volumesErr := y.engine.VolumeList(ctx, client.VolumeListOptions{})
 	for _, v := range volumes.Items {
 		switch {
-		case machines[v.Labels["dev.berth.machine"]]:
+		case v.Labels["dev.berth.broker"] == brokerID:
 			left = append(left, "volume "+v.Name)
 		case v.Name == guestVolume() && !slices.Contains(y.volumes, v.Name):
 			_, removeErr := y.engine.VolumeRemove(ctx, v.Name, client.VolumeRemoveOptions{})
@@ -137,20 +105,15 @@ func (y *engineYard) clear() error {
 
 func guestDigest() string {
 	content, err := os.ReadFile(guestProgram)
-	check(err)
+	if err != nil {
+		panic(err) // it was built
+	}
 	return fmt.Sprintf("%x", sha256.Sum256(content))
 }
 
 func guestVolume() string { return "berth-guest-" + guestDigest()[:12] }
 
-// machines are the ids that this run has given out.
-var machines = map[string]bool{}
-
-func newID() string {
-	id := "m_" + ulid.Make().String()
-	machines[id] = true
-	return id
-}
+func newID() string { return contract.NewID() }
 
 var token = bytes.Repeat([]byte("t"), 32)
 
@@ -173,6 +136,7 @@ func newPlace(t testing.TB) place {
 
 func provider(t testing.TB, change ...func(*docker.Options)) *docker.Provider {
 	t.Helper()
+	guestProgram = fixture.Guest(t)
 	options := docker.Options{BrokerID: brokerID, GuestPath: func(string) (string, error) { return guestProgram, nil }}
 	for _, c := range change {
 		c(&options)
@@ -236,102 +200,16 @@ func state(t testing.TB, p *docker.Provider, id string) providers.MachineState {
 	return m.State
 }
 
-// guest is a connection to a guest that Hello has opened.
-type guest struct {
-	guestv1.GuestServiceClient
-	hello *guestv1.HelloResponse
-}
+// guest is a connection to a machine's guest.
+type guest struct{ *contract.Guest }
 
 // reach dials a machine's guest and says hello.
 func (l place) reach(t testing.TB, p *docker.Provider, id string) guest {
 	t.Helper()
-	dialer, err := p.Dialer(t.Context(), l.machine(id))
-	if err != nil {
-		t.Fatal(err)
-	}
-	// The streams live on; a guest keeps its spare connection at whoever listens.
-	defer func() { must(t, dialer.Close()) }()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
-	var failures []error
-	for ctx.Err() == nil {
-		stream, err := dialer.Dial(ctx)
-		if err == nil {
-			return converse(t, stream, id)
-		}
-		failures = append(failures, err)
-		time.Sleep(20 * time.Millisecond)
-	}
-	t.Fatalf("the guest was not reached: %v", failures[len(failures)-1])
-	return guest{}
-}
-
-func converse(t testing.TB, stream net.Conn, id string) guest {
-	t.Helper()
-	used := false
-	conn, err := grpc.NewClient("passthrough:///"+id, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) {
-			if used {
-				return nil, errors.New("the stream has ended")
-			}
-			used = true
-			return stream, nil
-		}))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = conn.Close() })
-	g := guest{GuestServiceClient: guestv1.NewGuestServiceClient(conn)}
-	nonce := bytes.Repeat([]byte("n"), 32)
-	g.hello, err = g.Hello(t.Context(), &guestv1.HelloRequest{Protocol: 1, MachineId: id, Nonce: nonce, Proof: proof("berth broker", nonce)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !hmac.Equal(g.hello.GetProof(), proof("berth guest", nonce)) {
-		t.Fatal("who answered does not know the token")
-	}
-	return g
-}
-
-func proof(who string, nonce []byte) []byte {
-	mac := hmac.New(sha256.New, token)
-	mac.Write([]byte(who))
-	mac.Write(nonce)
-	return mac.Sum(nil)
+	return guest{contract.Connect(t, p, l.spec(id, ""))}
 }
 
 // result is how a command ended, in brief.
-type result struct {
-	code     int32
-	reason   string
-	out, err string
-}
+type result = contract.Result
 
-func (g guest) run(t testing.TB, argv ...string) result {
-	t.Helper()
-	return g.command(t, &guestv1.Command{Argv: argv})
-}
-
-func (g guest) shell(t testing.TB, script string) result {
-	t.Helper()
-	return g.command(t, &guestv1.Command{Shell: script})
-}
-
-func (g guest) command(t testing.TB, command *guestv1.Command) result {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
-	defer cancel()
-	command.OutputLimitBytes = 1 << 20
-	answer, err := g.Run(ctx, &guestv1.RunRequest{
-		Start:          &guestv1.StartRequest{JobId: "job_" + ulid.Make().String(), Command: command},
-		MaxOutputBytes: 64 << 10, Forget: true,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	outcome := answer.GetStatus().GetOutcome()
-	return result{
-		code: outcome.GetExitCode(), reason: outcome.GetReason(),
-		out: string(answer.GetStdout().GetHead()), err: string(answer.GetStderr().GetHead()),
-	}
-}
+func (g guest) run(argv ...string) result { return g.Run(&guestv1.Command{Argv: argv}) }

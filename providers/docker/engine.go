@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -26,14 +28,17 @@ func (p *Provider) read(ctx context.Context, what string, ask func(context.Conte
 	return p.explain(ctx, what, err)
 }
 
-// change orders the engine to do something. When it does not answer in time, nobody knows whether it
-// was done.
+// change orders the engine to do something. When it does not answer in time, or the connection breaks before
+// it does, nobody knows whether it was done.
 func (p *Provider) change(ctx context.Context, limit time.Duration, what string, order func(context.Context) error) error {
 	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	err := order(limited)
 	if err != nil && ctx.Err() == nil && limited.Err() != nil {
 		return fmt.Errorf("%s: the engine at %s did not answer within %s: %w", what, p.engine.DaemonHost(), limit, providers.ErrAmbiguous)
+	}
+	if ctx.Err() == nil && answerLost(err) {
+		return fmt.Errorf("%s: the connection to the engine at %s broke before it answered: %w: %w", what, p.engine.DaemonHost(), err, providers.ErrAmbiguous)
 	}
 	return p.explain(ctx, what, err)
 }
@@ -59,6 +64,16 @@ func (p *Provider) unavailable(cause error) error { return &providers.Unavailabl
 func noConnection(err error) bool {
 	var dial *net.OpError
 	return client.IsErrConnectionFailed(err) || errors.As(err, &dial) && dial.Op == "dial"
+}
+
+// answerLost reports whether the connection to the engine broke while an answer was waited for.
+func answerLost(err error) bool {
+	for _, broken := range []error{io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE} {
+		if errors.Is(err, broken) {
+			return true
+		}
+	}
+	return false
 }
 
 // answered reports whether the engine itself refused: whatever was asked was not done.

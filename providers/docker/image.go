@@ -16,8 +16,8 @@ import (
 	"github.com/berth-sandbox/berth/providers"
 )
 
-// imageFacts is what a machine needs to know of what it is made from.
-type imageFacts struct {
+// imageInfo is what a machine needs to know of what it is made from.
+type imageInfo struct {
 	reference    string
 	architecture string // in Go's words
 	env          map[string]string
@@ -29,7 +29,7 @@ type imageFacts struct {
 // findImage returns the image of a spec: from the engine, else pulled. A snapshot is never pulled.
 // Errors: ErrNoImage with what a pull said; *UnavailableError when the context ends during a pull,
 // which goes on.
-func (p *Provider) findImage(ctx context.Context, spec providers.MachineSpec) (imageFacts, error) {
+func (p *Provider) findImage(ctx context.Context, spec providers.MachineSpec) (imageInfo, error) {
 	reference := spec.Image
 	if spec.FromSnapshot != "" {
 		reference = snapshotReference(spec.FromSnapshot)
@@ -41,14 +41,14 @@ func (p *Provider) findImage(ctx context.Context, spec providers.MachineSpec) (i
 		return found, p.malformed(reference, err)
 	}
 	if spec.FromSnapshot != "" {
-		return imageFacts{}, fmt.Errorf("the engine has no snapshot %s: %w", spec.FromSnapshot, providers.ErrNoImage)
+		return imageInfo{}, fmt.Errorf("the engine has no snapshot %s: %w", spec.FromSnapshot, providers.ErrNoImage)
 	}
 	if err := p.pulls.wait(ctx, p, reference); err != nil {
-		return imageFacts{}, err
+		return imageInfo{}, err
 	}
 	found, err = p.inspectImage(ctx, reference)
 	if errdefs.IsNotFound(err) {
-		return imageFacts{}, fmt.Errorf("image %s was pulled and is not there: %w", reference, providers.ErrNoImage)
+		return imageInfo{}, fmt.Errorf("image %s was pulled and is not there: %w", reference, providers.ErrNoImage)
 	}
 	return found, err
 }
@@ -62,27 +62,27 @@ func (p *Provider) malformed(reference string, err error) error {
 }
 
 // imageOf returns the image of a machine that is there already.
-func (p *Provider) imageOf(ctx context.Context, found container.InspectResponse) (imageFacts, error) {
+func (p *Provider) imageOf(ctx context.Context, found container.InspectResponse) (imageInfo, error) {
 	of, err := p.inspectImage(ctx, found.Image)
 	if errdefs.IsNotFound(err) {
-		return imageFacts{}, fmt.Errorf("its image %s was removed behind the broker's back: destroy it: %w", found.Image, providers.ErrNoImage)
+		return imageInfo{}, fmt.Errorf("its image %s was removed behind the broker's back: destroy it: %w", found.Image, providers.ErrNoImage)
 	}
 	return of, err
 }
 
-func (p *Provider) inspectImage(ctx context.Context, reference string) (imageFacts, error) {
+func (p *Provider) inspectImage(ctx context.Context, reference string) (imageInfo, error) {
 	var answer client.ImageInspectResult
 	err := p.read(ctx, "looking at image "+reference, func(ctx context.Context) (err error) {
 		answer, err = p.engine.ImageInspect(ctx, reference)
 		return err
 	})
 	if err != nil {
-		return imageFacts{}, err
+		return imageInfo{}, err
 	}
 	if answer.Os != "" && answer.Os != "linux" {
-		return imageFacts{}, fmt.Errorf("image %s is made for %s and machines are Linux's: %w", reference, answer.Os, providers.ErrRefused)
+		return imageInfo{}, fmt.Errorf("image %s is made for %s and machines are Linux's: %w", reference, answer.Os, providers.ErrRefused)
 	}
-	found := imageFacts{reference: reference, architecture: answer.Architecture, env: map[string]string{"PATH": defaultPath}}
+	found := imageInfo{reference: reference, architecture: answer.Architecture, env: map[string]string{"PATH": defaultPath}}
 	if answer.Config == nil {
 		return found, nil
 	}

@@ -28,7 +28,7 @@ type rootfs struct {
 var (
 	// ordinary has a shell and two users.
 	ordinary = rootfs{
-		programs: []string{"sh", "true", "cat", "echo", "id", "sleep", "dd", "tail", "ls", "touch", "ip", "env", "head", "mkdir", "test", "stat"},
+		programs: []string{"sh", "true", "cat", "echo", "id", "sleep", "dd", "tail", "ls", "touch", "ip", "env", "head", "mkdir", "test", "stat", "tr", "grep", "setsid"},
 		files:    map[string]string{"etc/passwd": "root:x:0:0::/root:/bin/sh\nworker:x:1000:1000::/home:/bin/sh\n", "etc/group": "root:x:0:\nworker:x:1000:\n"},
 		dirs:     []string{"tmp", "root", "home"},
 	}
@@ -198,60 +198,60 @@ func TestImagesThatLackThingsOrInsistOnThings(t *testing.T) {
 		run     func(t *testing.T, g guest)
 	}{
 		{"no bash", "ordinary", ordinary, nil, func(t *testing.T, g guest) {
-			if got := g.shell(t, "echo $0; exit 5"); got.out != "/bin/sh\n" || got.code != 5 {
+			if got := g.Shell("echo $0; exit 5"); got.Out != "/bin/sh\n" || got.Code != 5 {
 				t.Errorf("a script: %+v", got)
 			}
 		}},
 		{"a shell and nothing that a script could call", "shell", shellOnly, nil, func(t *testing.T, g guest) {
-			if got := g.shell(t, "echo $((6*7)); exit 4"); got.out != "42\n" || got.code != 4 {
+			if got := g.Shell("echo $((6*7)); exit 4"); got.Out != "42\n" || got.Code != 4 {
 				t.Errorf("a script: %+v", got)
 			}
-			if got := g.run(t, "ls"); got.code != 127 || !strings.HasPrefix(got.reason, "not_found: ") {
+			if got := g.run("ls"); got.Code != 127 || !strings.HasPrefix(got.Reason, "not_found: ") {
 				t.Errorf("ls: %+v", got)
 			}
 		}},
 		{"a user without a name, and no /tmp", "numeric", numeric, nil, func(t *testing.T, g guest) {
-			if got := g.run(t, "id"); got.out != "uid=1000 gid=1001 groups=1001\n" {
+			if got := g.run("id"); got.Out != "uid=1000 gid=1001 groups=1001\n" {
 				t.Errorf("id: %+v", got)
 			}
 		}},
 		{"nothing, in a file system that cannot be written to", "bare", bare, map[string]string{"read_only": "true"}, func(t *testing.T, g guest) {
-			if got := g.run(t, "true"); got != (result{}) {
+			if got := g.run("true"); got != (result{}) {
 				t.Errorf("true: %+v", got)
 			}
 		}},
 		{"no shell, no users, no /tmp", "bare", bare, nil, func(t *testing.T, g guest) {
-			if got := g.run(t, "/bin/true"); got != (result{}) {
+			if got := g.run("/bin/true"); got != (result{}) {
 				t.Errorf("true: %+v", got)
 			}
-			if got := g.shell(t, "true"); got.code != 127 || !strings.Contains(got.reason, "shell_missing") {
+			if got := g.Shell("true"); got.Code != 127 || !strings.Contains(got.Reason, "shell_missing") {
 				t.Errorf("a script: %+v", got)
 			}
-			if got := g.command(t, user("worker", "")); got.code != 126 || !strings.Contains(got.reason, "user_unknown") {
+			if got := g.Run(user("worker", "")); got.Code != 126 || !strings.Contains(got.Reason, "user_unknown") {
 				t.Errorf("a user: %+v", got)
 			}
 		}},
 		{"a user, an entrypoint and an environment of its own", "stubborn", stubborn, nil, func(t *testing.T, g guest) {
-			if got := g.run(t, "id", "-un"); got.out != "worker\n" {
+			if got := g.run("id", "-un"); got.Out != "worker\n" {
 				t.Errorf("jobs are %+v", got)
 			}
-			if got := g.shell(t, "echo $FROM_IMAGE $PATH; touch /workspace/file"); got.out != "yes /bin:/opt\n" || got.code != 0 {
+			if got := g.Shell("echo $FROM_IMAGE $PATH; touch /workspace/file"); got.Out != "yes /bin:/opt\n" || got.Code != 0 {
 				t.Errorf("its environment and workspace: %+v", got)
 			}
-			if got := g.command(t, user("root", "id -un; cat /.berth/host/boot.json >/dev/null && echo read")); got.out != "root\nread\n" {
+			if got := g.Run(user("root", "id -un; cat /.berth/host/boot.json >/dev/null && echo read")); got.Out != "root\nread\n" {
 				t.Errorf("root: %+v", got)
 			}
-			if got := g.shell(t, "cat /.berth/host/boot.json"); got.code == 0 {
+			if got := g.Shell("cat /.berth/host/boot.json"); got.Code == 0 {
 				t.Error("a job's user reads the token")
 			}
 		}},
 		{"a user of its own in a file system that cannot be written to", "stubborn", stubborn, map[string]string{"read_only": "true"}, func(t *testing.T, g guest) {
-			if got := g.shell(t, "touch /workspace/a /tmp/b && id -un"); got.out != "worker\n" {
+			if got := g.Shell("touch /workspace/a /tmp/b && id -un"); got.Out != "worker\n" {
 				t.Errorf("writing: %+v", got)
 			}
 		}},
 		{"a file system that cannot be written to", "ordinary", ordinary, map[string]string{"read_only": "true"}, func(t *testing.T, g guest) {
-			if got := g.shell(t, "touch /workspace/a /tmp/b && touch /c"); got.code == 0 || !strings.Contains(got.err, "/c: Read-only") {
+			if got := g.Shell("touch /workspace/a /tmp/b && touch /c"); got.Code == 0 || !strings.Contains(got.Err, "/c: Read-only") {
 				t.Errorf("writing: %+v", got)
 			}
 		}},
@@ -274,10 +274,10 @@ func inImage(t *testing.T, tag string, from rootfs, options map[string]string, t
 func TestAnImageWithMusl(t *testing.T) {
 	onEngine(t)
 	inImage(t, "musl", musl(t), nil, func(t *testing.T, g guest) {
-		if got := g.run(t, "musl-who"); got.out != "worker yes\n" || got.code != 3 {
+		if got := g.run("musl-who"); got.Out != "worker yes\n" || got.Code != 3 {
 			t.Errorf("who: %+v", got)
 		}
-		if got := g.shell(t, "musl-who | (read -r a b; echo $b $a; exit 6)"); got.out != "yes worker\n" || got.code != 6 {
+		if got := g.Shell("musl-who | (read -r a b; echo $b $a; exit 6)"); got.Out != "yes worker\n" || got.Code != 6 {
 			t.Errorf("who in a script: %+v", got)
 		}
 	})

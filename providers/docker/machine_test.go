@@ -38,10 +38,10 @@ func TestAMachineLives(t *testing.T) {
 				t.Errorf("it is %s", state)
 			}
 			g := at.reach(t, p, id)
-			if got := g.run(t, "true"); got != (result{}) {
+			if got := g.run("true"); got != (result{}) {
 				t.Errorf("true: %+v", got)
 			}
-			if got := g.shell(t, "echo out; echo err >&2; pwd; exit 3"); got.code != 3 || got.out != "out\n/workspace\n" || got.err != "err\n" {
+			if got := g.Shell("echo out; echo err >&2; pwd; exit 3"); got.Code != 3 || got.Out != "out\n/workspace\n" || got.Err != "err\n" {
 				t.Errorf("a script: %+v", got)
 			}
 			found, err := engine.ContainerInspect(t.Context(), "berth-"+id, client.ContainerInspectOptions{})
@@ -116,7 +116,7 @@ func TestAGuestThatCannotDialOutIsReachedThroughTheBridge(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir + ".away") })
-	if got := at.reach(t, p, id).run(t, "true"); got != (result{}) {
+	if got := at.reach(t, p, id).run("true"); got != (result{}) {
 		t.Errorf("true: %+v", got)
 	}
 }
@@ -127,8 +127,8 @@ func TestManyStreamsGoThroughTheBridge(t *testing.T) {
 	one, two := at.reach(t, p, id), at.reach(t, p, id)
 	for range 3 {
 		for _, g := range []guest{one, two} {
-			if got := g.shell(t, "head -c 60000 /dev/zero"); len(got.out) != 60000 {
-				t.Fatalf("%d bytes came", len(got.out))
+			if got := g.Shell("head -c 60000 /dev/zero"); len(got.Out) != 60000 {
+				t.Fatalf("%d bytes came", len(got.Out))
 			}
 		}
 	}
@@ -139,7 +139,7 @@ func TestANewBrokerFindsMachines(t *testing.T) {
 	before, after := provider(t), provider(t)
 	spec := at.spec(id, imported(t, "ordinary", ordinary))
 	at.create(t, before, spec)
-	boot := at.reach(t, before, id).hello.GetBootId()
+	boot := at.reach(t, before, id).Hello.GetBootId()
 	listed, err := after.List(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -151,7 +151,7 @@ func TestANewBrokerFindsMachines(t *testing.T) {
 	if _, err := after.Create(t.Context(), spec); err != nil {
 		t.Fatal(err)
 	}
-	if again := at.reach(t, after, id).hello.GetBootId(); again != boot {
+	if again := at.reach(t, after, id).Hello.GetBootId(); again != boot {
 		t.Error("a machine that ran was booted again")
 	}
 	stranger := provider(t, func(o *docker.Options) { o.BrokerID = "another" })
@@ -228,8 +228,8 @@ func TestWhateverStateAMachineIsInItIsFoundCompletedAndDestroyed(t *testing.T) {
 			} else {
 				at.create(t, p, spec)
 				g := at.reach(t, p, id)
-				boot = g.hello.GetBootId()
-				g.shell(t, "echo kept >/workspace/file")
+				boot = g.Hello.GetBootId()
+				g.Shell("echo kept >/workspace/file")
 				test.meddle(t, engine, "berth-"+id)
 			}
 			found, err := p.Inspect(t.Context(), id)
@@ -254,10 +254,10 @@ func TestWhateverStateAMachineIsInItIsFoundCompletedAndDestroyed(t *testing.T) {
 				t.Fatal(err)
 			}
 			g := at.reach(t, p, id)
-			if test.boots && (g.hello.GetBootId() == boot || g.hello.GetGeneration() != 2) {
-				t.Errorf("it was not booted again: generation %d", g.hello.GetGeneration())
+			if test.boots && (g.Hello.GetBootId() == boot || g.Hello.GetGeneration() != 2) {
+				t.Errorf("it was not booted again: generation %d", g.Hello.GetGeneration())
 			}
-			if got := g.run(t, "cat", "file"); boot != "" && got.out != "kept\n" {
+			if got := g.run("cat", "file"); boot != "" && got.Out != "kept\n" {
 				t.Errorf("its disk was not kept: %+v", got)
 			}
 			if test.meddle != nil {
@@ -423,7 +423,7 @@ func TestAStrangersContainerUnderAMachinesNameIsLeftAlone(t *testing.T) {
 func TestSuspendAndResume(t *testing.T) {
 	at, p, id := newPlace(t), provider(t), newID()
 	at.create(t, p, at.spec(id, imported(t, "ordinary", ordinary)))
-	boot := at.reach(t, p, id).hello.GetBootId()
+	boot := at.reach(t, p, id).Hello.GetBootId()
 	for range 2 {
 		must(t, p.Suspend(t.Context(), at.machine(id)))
 		if s := state(t, p, id); s != providers.MachineSuspended {
@@ -436,7 +436,7 @@ func TestSuspendAndResume(t *testing.T) {
 			t.Errorf("it is %s", s)
 		}
 	}
-	if g := at.reach(t, p, id); g.hello.GetBootId() != boot {
+	if g := at.reach(t, p, id); g.Hello.GetBootId() != boot {
 		t.Error("its processes did not survive")
 	}
 }
@@ -468,7 +468,7 @@ func TestAMachineCutOffStaysSo(t *testing.T) {
 	spec := at.spec(id, imported(t, "ordinary", ordinary))
 	spec.Egress.Mode = providers.EgressNone
 	at.create(t, p, spec)
-	links := func() string { return strings.TrimSpace(at.reach(t, p, id).run(t, "ls", "/sys/class/net").out) }
+	links := func() string { return strings.TrimSpace(at.reach(t, p, id).run("ls", "/sys/class/net").Out) }
 	if got := links(); !strings.Contains(got, "eth0") {
 		t.Fatalf("its setup has no network: %s", got)
 	}
@@ -494,7 +494,7 @@ func TestASnapshotBecomesAMachine(t *testing.T) {
 	engine := onEngine(t)
 	at.create(t, p, at.spec(first, imported(t, "stubborn", stubborn)))
 	g := at.reach(t, p, first)
-	if got := g.command(t, user("0", "echo kept >/file; mkdir /workspace/sub")); got.code != 0 {
+	if got := g.Run(user("0", "echo kept >/file; mkdir /workspace/sub")); got.Code != 0 {
 		t.Fatalf("writing: %+v", got)
 	}
 	id := "snap_" + first
@@ -506,7 +506,7 @@ func TestASnapshotBecomesAMachine(t *testing.T) {
 	spec.FromSnapshot = id
 	at.create(t, p, spec)
 	g = at.reach(t, p, second)
-	if got := g.shell(t, "cat /file; ls /workspace; echo $FROM_IMAGE; test -e /.berth/state/spool/"+first+" && echo spool"); got.out != "kept\nsub\nyes\n" {
+	if got := g.Shell("cat /file; ls /workspace; echo $FROM_IMAGE; test -e /.berth/state/spool/" + first + " && echo spool"); got.Out != "kept\nsub\nyes\n" {
 		t.Errorf("it holds %+v", got)
 	}
 	found := inspect(t, engine, "berth-"+second)
@@ -518,7 +518,7 @@ func TestASnapshotBecomesAMachine(t *testing.T) {
 	for range 2 {
 		must(t, p.RemoveSnapshot(t.Context(), id))
 	}
-	if got := g.run(t, "cat", "/file"); got.out != "kept\n" {
+	if got := g.run("cat", "/file"); got.Out != "kept\n" {
 		t.Errorf("the machine lost what its removed snapshot held: %+v", got)
 	}
 	at.destroy(t, p, second)
@@ -538,10 +538,10 @@ func TestLimitsHold(t *testing.T) {
 	at.create(t, p, spec)
 	g := at.reach(t, p, id)
 	// tail keeps a line that never ends in memory.
-	if got := g.shell(t, "head -c 200000000 /dev/zero | tail | head -c 1; exit ${PIPESTATUS:-0}"); got.out != "" {
+	if got := g.Shell("head -c 200000000 /dev/zero | tail | head -c 1; exit ${PIPESTATUS:-0}"); got.Out != "" {
 		t.Errorf("200 MB fit into 64: %+v", got)
 	}
-	if got := g.shell(t, "i=0; while test $i -lt 60; do sleep 5 & i=$((i+1)); done; echo all"); got.out == "all\n" {
+	if got := g.Shell("i=0; while test $i -lt 60; do sleep 5 & i=$((i+1)); done; echo all"); got.Out == "all\n" {
 		t.Errorf("60 processes fit into 30: %+v", got)
 	}
 	if got := inspect(t, onEngine(t), "berth-"+id).HostConfig; got.NanoCPUs != 5e8 {
@@ -557,7 +557,7 @@ func TestTheWorkspaceCanBeChosen(t *testing.T) {
 	spec := at.spec(id, imported(t, "ordinary", ordinary))
 	spec.Workspace = "/home/deep/down"
 	at.create(t, p, spec)
-	if got := at.reach(t, p, id).shell(t, "pwd"); got.out != "/home/deep/down\n" {
+	if got := at.reach(t, p, id).Shell("pwd"); got.Out != "/home/deep/down\n" {
 		t.Errorf("it works in %+v", got)
 	}
 }
@@ -804,7 +804,7 @@ func BenchmarkCreateToFirstCommand(b *testing.B) {
 	for i := 0; b.Loop(); i++ {
 		id := newID()
 		at.create(b, p, at.spec(id, image))
-		if got := at.reach(b, p, id).run(b, "true"); got != (result{}) {
+		if got := at.reach(b, p, id).run("true"); got != (result{}) {
 			b.Fatal(strconv.Itoa(i), got)
 		}
 		b.StopTimer()

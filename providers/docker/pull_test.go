@@ -120,7 +120,7 @@ func TestAnImageIsPulledThatTheEngineHasNot(t *testing.T) {
 	r := newRegistry(t, ordinary)
 	at, p, id := newPlace(t), provider(t), newID()
 	at.create(t, p, at.spec(id, r.name))
-	if got := at.reach(t, p, id).shell(t, "echo $PULLED"); got.out != "yes\n" {
+	if got := at.reach(t, p, id).Shell("echo $PULLED"); got.Out != "yes\n" {
 		t.Errorf("in the pulled image: %+v", got)
 	}
 	at.destroy(t, p, id)
@@ -162,7 +162,7 @@ func TestAPullThatABrokerBeganIsFinishedByTheNext(t *testing.T) {
 	close(r.stall)
 	next := provider(t)
 	at.create(t, next, at.spec(id, r.name))
-	if got := at.reach(t, next, id).run(t, "true"); got != (result{}) {
+	if got := at.reach(t, next, id).run("true"); got != (result{}) {
 		t.Errorf("true: %+v", got)
 	}
 	at.destroy(t, next, id)

@@ -55,7 +55,7 @@ func (p *Provider) Snapshot(ctx context.Context, machine providers.Machine, snap
 
 // asItWas gives the new image what the machine's own image says, in the place of what makes it a
 // machine, and the labels of a snapshot.
-func (p *Provider) asItWas(of imageFacts, snapshotID string) ([]string, error) {
+func (p *Provider) asItWas(of imageInfo, snapshotID string) ([]string, error) {
 	user := of.user
 	if user == "" {
 		user = "0"

@@ -28,13 +28,13 @@ const (
 	volumePrefix = "berth-guest-"
 	// volumeDigits is how many hexadecimal digits of the program's digest name its volume.
 	volumeDigits = 12
-	// helperPoll is between two looks at another broker's helper, and helperMost is how long it may be
+	// helperPoll is between two looks at another broker's helper, and helperTimeout is how long it may be
 	// there: a helper lives for a second, and for copyTimeout on the slowest of lines.
-	helperPoll = 100 * time.Millisecond
-	helperMost = copyTimeout + changeTimeout
-	probeDir   = "/.berth/probe"
-	probeFile  = ".berth-probe"
-	probeBytes = 16
+	helperPoll    = 100 * time.Millisecond
+	helperTimeout = copyTimeout + changeTimeout
+	probeDir      = "/.berth/probe"
+	probeFile     = ".berth-probe"
+	probeBytes    = 16
 )
 
 // supplied is what every machine of an engine shares.
@@ -43,7 +43,7 @@ type supplied struct {
 	shared bool   // the engine sees this host's file system, so that a guest can dial out
 }
 
-// supply is what this process knows of its engine. Both facts are found by asking it, once in a
+// supply is what this process knows of its engine. Both are found by asking it, once in a
 // process: with a container that is made from a machine's image, never started, and removed.
 type supply struct {
 	turn    keyedLock // one process prepares an engine once
@@ -51,11 +51,11 @@ type supply struct {
 	filled  map[string]bool // by digest
 	shared  *bool           // nil: not known yet
 	program program
-	helper  sighting
+	helper  observation
 }
 
-// sighting is another broker's helper, and since when it is known.
-type sighting struct {
+// observation is another broker's helper, and since when it is known.
+type observation struct {
 	id    string
 	since time.Time
 }
@@ -92,7 +92,7 @@ func (s *supply) learnt(digest string, shared bool) {
 
 // provide makes sure that the engine has the guest for an image's architecture, and knows whether it
 // sees our files.
-func (p *Provider) provide(ctx context.Context, image imageFacts, listenDir string) (supplied, error) {
+func (p *Provider) provide(ctx context.Context, image imageInfo, listenDir string) (supplied, error) {
 	unlock, err := p.supply.turn.lock(ctx, "engine")
 	if err != nil {
 		return supplied{}, err
@@ -157,7 +157,7 @@ func (p *Provider) volumeExists(ctx context.Context, volume string) (bool, error
 }
 
 // prepare fills the guest's volume and probes for a shared file system, through one helper container.
-func (p *Provider) prepare(ctx context.Context, image imageFacts, volume, file, digest, listenDir string) (shared bool, err error) {
+func (p *Provider) prepare(ctx context.Context, image imageInfo, volume, file, digest, listenDir string) (shared bool, err error) {
 	err = p.change(ctx, changeTimeout, "making volume "+volume, func(ctx context.Context) error {
 		_, err := p.engine.VolumeCreate(ctx, client.VolumeCreateOptions{Name: volume, Labels: map[string]string{labelGuest: digest}})
 		return err
@@ -231,7 +231,7 @@ func removeFile(file string) error {
 }
 
 // makeHelper makes the helper, with the socket directory mounted where the engine finds it.
-func (p *Provider) makeHelper(ctx context.Context, image imageFacts, volume, listenDir string, bind bool) (id string, bound bool, err error) {
+func (p *Provider) makeHelper(ctx context.Context, image imageInfo, volume, listenDir string, bind bool) (id string, bound bool, err error) {
 	mounts := []mount.Mount{{Type: mount.TypeVolume, Source: volume, Target: binDir, VolumeOptions: &mount.VolumeOptions{NoCopy: true}}}
 	if bind {
 		id, err = p.createHelper(ctx, image, volume, append(mounts,
@@ -244,7 +244,7 @@ func (p *Provider) makeHelper(ctx context.Context, image imageFacts, volume, lis
 	return id, false, err
 }
 
-func (p *Provider) createHelper(ctx context.Context, image imageFacts, volume string, mounts []mount.Mount) (id string, err error) {
+func (p *Provider) createHelper(ctx context.Context, image imageInfo, volume string, mounts []mount.Mount) (id string, err error) {
 	options := client.ContainerCreateOptions{
 		Name: helperName(volume),
 		Config: &container.Config{
@@ -291,7 +291,7 @@ func (p *Provider) clearHelper(ctx context.Context, name string) error {
 	if last := &p.supply.helper; last.id != found.ID { // held by provide's turn
 		last.id, last.since = found.ID, time.Now()
 	}
-	if found.Config.Labels[labelBroker] != p.broker && time.Since(p.supply.helper.since) < helperMost {
+	if found.Config.Labels[labelBroker] != p.broker && time.Since(p.supply.helper.since) < helperTimeout {
 		return nil
 	}
 	return p.remove(ctx, found.ID)

@@ -58,7 +58,7 @@ func TestBrokersThatBringTheSameGuestTakeTurns(t *testing.T) {
 	}
 	must(t, group.Wait())
 	for i, p := range providersOf {
-		if got := at.reach(t, p, specs[i].MachineID).run(t, "true"); got != (result{}) {
+		if got := at.reach(t, p, specs[i].MachineID).run("true"); got != (result{}) {
 			t.Errorf("true on the machine of broker %d: %+v", i, got)
 		}
 	}

@@ -22,16 +22,19 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/providers"
-	"github.com/berth-sandbox/berth/providers/fake/liar"
+	"github.com/berth-sandbox/berth/providers/fake/faultproxy"
 	"github.com/berth-sandbox/berth/providers/reverse"
 )
 
+// tokenBytes is the length of a machine's token, as the guest's BootConfig says.
+const tokenBytes = 32
+
 // Tuning.
 const (
-	termPatience = 3 * time.Second       // for a guest to end what it started, before it is killed
-	killPatience = 10 * time.Second      // for killed processes to be gone
-	pollEvery    = 5 * time.Millisecond  // at something that is about to happen
-	attendEvery  = 20 * time.Millisecond // to the exit of guests that this process started, and to the script of lies
+	termTimeout  = 3 * time.Second       // for a guest to end what it started, before it is killed
+	killTimeout  = 10 * time.Second      // for killed processes to be gone
+	pollInterval = 5 * time.Millisecond  // at something that is about to happen
+	reapInterval = 20 * time.Millisecond // to the exit of guests that this process started, and to the script of lies
 )
 
 // Options are what a Provider is made from. All but Log are required.
@@ -52,7 +55,7 @@ type Provider struct {
 	broker string
 	guest  func(arch string) (string, error)
 	log    *slog.Logger
-	lies   *liar.Script
+	lies   *faultproxy.Script
 
 	ctx    context.Context //nolint:containedctx // ends what is done again after a reply
 	cancel context.CancelFunc
@@ -99,9 +102,9 @@ func New(options Options) (*Provider, error) {
 	p := &Provider{
 		world: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
 		ctx: ctx, cancel: cancel, turns: map[string]*sync.Mutex{}, children: map[int]bool{},
-		lies: liar.In(dir), plain: map[*honestConn]bool{},
+		lies: faultproxy.In(dir), plain: map[*honestConn]bool{},
 	}
-	p.work.Go(p.attend)
+	p.work.Go(p.reap)
 	return p, nil
 }
 
@@ -124,10 +127,10 @@ func (p *Provider) Close() error {
 	return nil
 }
 
-// attend collects the exit of guests that this process started, so that they leave no zombies, and looks
+// reap collects the exit of guests that this process started, so that they leave no zombies, and looks
 // whether lies are wanted.
-func (p *Provider) attend() {
-	ticker := time.NewTicker(attendEvery)
+func (p *Provider) reap() {
+	ticker := time.NewTicker(reapInterval)
 	defer ticker.Stop()
 	for {
 		p.mu.Lock()
@@ -137,7 +140,7 @@ func (p *Provider) attend() {
 			}
 		}
 		p.mu.Unlock()
-		p.overhear()
+		p.redial()
 		select {
 		case <-p.ctx.Done():
 			return
@@ -165,7 +168,7 @@ func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
 		Name: "fake", Isolation: providers.IsolationNone, Healthy: true,
 		Message: "for tests: plain host processes, and faults on purpose", Capabilities: []providers.Capability{providers.CapRestart, providers.CapSuspend},
 	}
-	err := p.faced(ctx, CallInfo, "", func(context.Context) error {
+	err := p.inject(ctx, CallInfo, "", func(context.Context) error {
 		if _, err := p.guest(runtime.GOARCH); err != nil {
 			info.Healthy, info.Message = false, err.Error()
 		}
@@ -181,7 +184,7 @@ func (p *Provider) Create(ctx context.Context, spec providers.MachineSpec) (prov
 		return providers.Handle{}, err
 	}
 	handle := providers.Handle{Version: 1, Bytes: []byte(spec.MachineID)}
-	err := p.faced(ctx, CallCreate, spec.MachineID, func(ctx context.Context) error {
+	err := p.inject(ctx, CallCreate, spec.MachineID, func(ctx context.Context) error {
 		defer p.turn(spec.MachineID)()
 		return p.boot(ctx, spec)
 	})
@@ -197,9 +200,16 @@ func (p *Provider) check(spec providers.MachineSpec) error {
 		return fmt.Errorf("machine %q: its id is no name: %w", spec.MachineID, providers.ErrRefused)
 	case spec.BrokerID != p.broker:
 		return fmt.Errorf("machine %s is for broker %q: %w", spec.MachineID, spec.BrokerID, providers.ErrRefused)
+	case len(spec.Token) != tokenBytes:
+		return fmt.Errorf("machine %s: its token has %d bytes, want %d: %w", spec.MachineID, len(spec.Token), tokenBytes, providers.ErrRefused)
+	case !filepath.IsAbs(spec.ListenDir):
+		return fmt.Errorf("machine %s: its socket directory %q must be an absolute path: %w", spec.MachineID, spec.ListenDir, providers.ErrRefused)
 	case spec.Image != "" || spec.Workspace != "" || spec.Egress.Mode != providers.EgressOpen || len(spec.Options) > 0 ||
 		spec.Resources != providers.Resources{} || spec.FromSnapshot != "":
 		return fmt.Errorf("machine %s asks for what no capability promises: %w", spec.MachineID, providers.ErrRefused)
+	}
+	if _, err := reverse.SocketPath(spec.ListenDir); err != nil {
+		return fmt.Errorf("machine %s: %w: %w", spec.MachineID, err, providers.ErrRefused)
 	}
 	return nil
 }
@@ -207,7 +217,7 @@ func (p *Provider) check(spec providers.MachineSpec) error {
 // Inspect finds a machine.
 func (p *Provider) Inspect(ctx context.Context, id string) (providers.Machine, error) {
 	var found providers.Machine
-	err := p.faced(ctx, CallInspect, id, func(context.Context) (err error) {
+	err := p.inject(ctx, CallInspect, id, func(context.Context) (err error) {
 		defer p.turn(id)()
 		found, err = p.find(id)
 		return err
@@ -232,7 +242,7 @@ func (p *Provider) find(id string) (providers.Machine, error) {
 // List returns this broker's machines; stale, what the last list that was not stale returned.
 func (p *Provider) List(ctx context.Context) ([]providers.Machine, error) {
 	var machines []providers.Machine
-	err := p.faced(ctx, CallList, "", func(context.Context) (err error) {
+	err := p.inject(ctx, CallList, "", func(context.Context) (err error) {
 		machines, err = p.list()
 		return err
 	})
@@ -270,7 +280,7 @@ func (p *Provider) list() ([]providers.Machine, error) {
 
 // Destroy kills everything in a machine and removes all of it.
 func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error {
-	return p.faced(ctx, CallDestroy, machine.ID, func(ctx context.Context) error {
+	return p.inject(ctx, CallDestroy, machine.ID, func(ctx context.Context) error {
 		defer p.turn(machine.ID)()
 		m, err := p.world.machine(machine.ID)
 		switch {
@@ -293,17 +303,20 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 // Dialer listens where the machine's guest dials.
 func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (providers.Dialer, error) {
 	var dialer providers.Dialer
-	err := p.faced(ctx, CallDialer, machine.ID, func(context.Context) error {
+	err := p.inject(ctx, CallDialer, machine.ID, func(context.Context) error {
 		defer p.turn(machine.ID)()
 		m, err := p.world.machine(machine.ID)
 		if err != nil {
 			return err
 		}
+		if m.Broker != p.broker {
+			return fmt.Errorf("machine %s is another broker's: %w", m.ID, providers.ErrNotFound)
+		}
 		opened, err := reverse.Listen(m.ListenDir)
 		if err != nil {
 			return fmt.Errorf("listening for machine %s: %w", m.ID, err)
 		}
-		dialer = overheard{opened, p, m.ID}
+		dialer = proxied{opened, p, m.ID}
 		return nil
 	})
 	if err != nil && dialer != nil {
@@ -324,17 +337,23 @@ func (p *Provider) boot(ctx context.Context, spec providers.MachineSpec) error {
 	if err != nil {
 		return err
 	}
-	switch doomed, err := m.doomed(); {
+	switch terminating, err := m.terminating(); {
 	case err != nil:
 		return err
-	case doomed:
+	case terminating:
 		return fmt.Errorf("machine %s is to be destroyed: %w", m.ID, providers.ErrRefused)
 	case m.Broker != p.broker:
 		return fmt.Errorf("machine %s is another broker's: %w", m.ID, providers.ErrRefused)
 	}
 	lock, err := m.takeLock()
-	if err != nil || lock == nil {
-		return err // held: its guest lives
+	if err != nil {
+		return err
+	}
+	if lock == nil { // its guest lives
+		if m.frozen() {
+			return m.thaw()
+		}
+		return nil
 	}
 	defer func() { _ = lock.Close() }() // the guest's own descriptor keeps it
 	if err := m.killMembers(ctx); err != nil {
@@ -365,7 +384,7 @@ func (p *Provider) boot(ctx context.Context, spec providers.MachineSpec) error {
 func await(ctx context.Context, limit time.Duration, what string, done func() (bool, error)) error {
 	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	ticker := time.NewTicker(pollEvery)
+	ticker := time.NewTicker(pollInterval)
 	defer ticker.Stop()
 	for {
 		if ok, err := done(); ok || err != nil {

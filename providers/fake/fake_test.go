@@ -3,42 +3,20 @@ package fake
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	contract "github.com/berth-sandbox/berth/conformance/provider"
 	"github.com/berth-sandbox/berth/providers"
 )
 
-var guest string
+func TestMain(m *testing.M) { fixture.Main(m) }
 
-func TestMain(m *testing.M) {
-	dir, err := os.MkdirTemp("", "berth-fake-")
-	if err == nil {
-		guest = filepath.Join(dir, "berth-guest")
-		var out []byte
-		out, err = exec.Command("go", "build", "-o", guest, "../guest/cmd/berth-guest").CombinedOutput()
-		if err != nil {
-			err = fmt.Errorf("build the guest: %w: %s", err, out)
-		}
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
-		_ = os.RemoveAll(dir)
-		os.Exit(code)
-	}))
-}
-
-const broker = "fake-test"
+const broker = contract.BrokerID
 
 // open makes a provider over a directory of its own; what is left when the test ends is removed.
 func open(t *testing.T) (*Provider, string) {
@@ -59,12 +37,17 @@ func open(t *testing.T) (*Provider, string) {
 // again makes another provider over the same directory, as a broker does that is started again.
 func again(t *testing.T, dir string) *Provider {
 	t.Helper()
-	p, err := New(Options{Dir: filepath.Join(dir, "m"), BrokerID: broker, Log: slog.New(slog.DiscardHandler), GuestPath: func(string) (string, error) { return guest, nil }})
+	p, err := New(Options{Dir: filepath.Join(dir, "m"), BrokerID: broker, Log: slog.New(slog.DiscardHandler), GuestPath: guestPath(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = p.Close() })
 	return p
+}
+
+func guestPath(t testing.TB) func(string) (string, error) {
+	guest := fixture.Guest(t)
+	return func(string) (string, error) { return guest, nil }
 }
 
 func spec(dir, id string) providers.MachineSpec {
@@ -73,7 +56,7 @@ func spec(dir, id string) providers.MachineSpec {
 	}
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
@@ -102,40 +85,6 @@ func wantBoots(t *testing.T, p *Provider, id string, want int) {
 	t.Helper()
 	if boots, err := p.World().Boots(id); err != nil || boots != want {
 		t.Fatalf("machine %s was booted %d times (%v), want %d", id, boots, err, want)
-	}
-}
-
-func TestAMachineLivesThroughEverythingButItsDestroy(t *testing.T) {
-	p, dir := open(t)
-	const id = "m_1"
-	_, err := p.Create(t.Context(), spec(dir, id))
-	must(t, err)
-	dialer, err := p.Dialer(t.Context(), providers.Machine{ID: id})
-	must(t, err)
-	conn, err := dialer.Dial(t.Context())
-	must(t, err)
-	_ = conn.Close()
-	must(t, dialer.Close())
-	must(t, p.Close())
-
-	p = again(t, dir)
-	wantState(t, p, id, providers.MachineRunning)
-	_, err = p.Create(t.Context(), spec(dir, id))
-	must(t, err)
-	wantBoots(t, p, id, 1)
-
-	must(t, p.World().Kill(t.Context(), id))
-	wantState(t, p, id, providers.MachineStopped)
-	_, err = p.Create(t.Context(), spec(dir, id))
-	must(t, err)
-	wantState(t, p, id, providers.MachineRunning)
-	wantBoots(t, p, id, 2)
-
-	must(t, p.Destroy(t.Context(), providers.Machine{ID: id}))
-	wantAbsent(t, p, id)
-	must(t, p.Destroy(t.Context(), providers.Machine{ID: id}))
-	if left, err := os.ReadDir(filepath.Join(dir, "s")); err != nil || len(left) > 0 {
-		t.Fatalf("sockets %v are left (%v)", left, err)
 	}
 }
 
@@ -272,7 +221,7 @@ func TestAHalfDestroyedMachineIsFoundAndFinished(t *testing.T) {
 	must(t, err)
 	m, err := p.World().machine("m_a")
 	must(t, err)
-	must(t, appendLine(m.path(doomedFile), ""))
+	must(t, appendLine(m.path(terminatingFile), ""))
 	wantState(t, p, "m_a", providers.MachinePartial)
 	if _, err := p.Create(t.Context(), spec(dir, "m_a")); !errors.Is(err, providers.ErrRefused) {
 		t.Fatalf("a machine that is to be destroyed was booted: %v", err)
@@ -286,25 +235,6 @@ func TestAHalfDestroyedMachineIsFoundAndFinished(t *testing.T) {
 	}
 	must(t, p.Destroy(t.Context(), providers.Machine{ID: "m_a"}))
 	wantAbsent(t, p, "m_a")
-}
-
-func TestAnotherBrokersMachineIsLeftAlone(t *testing.T) {
-	p, dir := open(t)
-	_, err := p.Create(t.Context(), spec(dir, "m_a"))
-	must(t, err)
-	other, err := New(Options{Dir: filepath.Join(dir, "m"), BrokerID: "other", GuestPath: func(string) (string, error) { return guest, nil }})
-	must(t, err)
-	defer func() { _ = other.Close() }()
-	if _, err := other.Inspect(t.Context(), "m_a"); !errors.Is(err, providers.ErrNotFound) {
-		t.Fatalf("it is found: %v", err)
-	}
-	if listed, err := other.List(t.Context()); err != nil || len(listed) > 0 {
-		t.Fatalf("it is listed: %v (%v)", listed, err)
-	}
-	if err := other.Destroy(t.Context(), providers.Machine{ID: "m_a"}); !errors.Is(err, providers.ErrRefused) {
-		t.Fatalf("destroying it: %v", err)
-	}
-	wantState(t, p, "m_a", providers.MachineRunning)
 }
 
 func TestAMachineThatACrashLeftHalfMadeIsRemovedAtTheNextStart(t *testing.T) {

@@ -153,7 +153,7 @@ func (w World) Kill(ctx context.Context, machineID string) error {
 	if err := m.killMembers(ctx); err != nil {
 		return err
 	}
-	return await(ctx, killPatience, "its lock", func() (bool, error) {
+	return await(ctx, killTimeout, "its lock", func() (bool, error) {
 		running, err := m.running()
 		return !running, err
 	})
@@ -240,8 +240,8 @@ func (p *Provider) fault(call Call, machineID string) (Fault, error) {
 // errStale tells List to answer as before.
 var errStale = errors.New("stale")
 
-// faced makes a call as the script has it.
-func (p *Provider) faced(ctx context.Context, call Call, machineID string, act func(context.Context) error) error {
+// inject makes a call as the script has it.
+func (p *Provider) inject(ctx context.Context, call Call, machineID string, act func(context.Context) error) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("%s: %w", call, err)
 	}

@@ -6,31 +6,31 @@ import (
 	"net"
 
 	"github.com/berth-sandbox/berth/providers"
-	"github.com/berth-sandbox/berth/providers/fake/liar"
+	"github.com/berth-sandbox/berth/providers/fake/faultproxy"
 )
 
 // Lie makes these the lies that guests tell from the next reply on; none takes all away. The first
 // script, also one without lies, makes brokers dial their guests anew, for from then on somebody stands in
 // the middle of every connection. A lie that could never be told is refused.
-func (w World) Lie(lies ...liar.Lie) error { return liar.In(w.dir).Write(lies...) }
+func (w World) Lie(lies ...faultproxy.Lie) error { return faultproxy.In(w.dir).Write(lies...) }
 
 // Told returns how often a lie was told.
 func (w World) Told(id string) (int, error) {
-	told, err := liar.In(w.dir).Told(id)
+	told, err := faultproxy.In(w.dir).Told(id)
 	if err != nil {
 		return 0, fmt.Errorf("counting lies: %w", err)
 	}
 	return told, nil
 }
 
-// overheard is a dialer whose connections lead through a liar where lies are wanted.
-type overheard struct {
+// proxied is a dialer whose connections lead through the fault proxy where lies are wanted.
+type proxied struct {
 	providers.Dialer
 	provider *Provider
 	machine  string
 }
 
-func (o overheard) Dial(ctx context.Context) (net.Conn, error) {
+func (o proxied) Dial(ctx context.Context) (net.Conn, error) {
 	conn, err := o.Dialer.Dial(ctx)
 	if err != nil {
 		return nil, err
@@ -39,7 +39,7 @@ func (o overheard) Dial(ctx context.Context) (net.Conn, error) {
 	if !p.lies.Wanted() {
 		return p.honest(conn), nil
 	}
-	link := liar.Between(conn, o.machine, p.lies, p.log)
+	link := faultproxy.Between(conn, o.machine, p.lies, p.log)
 	p.work.Go(func() { link.Run(p.ctx) })
 	return link.Conn(), nil
 }
@@ -66,9 +66,9 @@ func (c *honestConn) Close() error {
 	return c.Conn.Close()
 }
 
-// overhear ends the connections with nobody in their middle once lies are wanted, so that they are
+// redial ends the connections with nobody in their middle once lies are wanted, so that they are
 // dialled anew.
-func (p *Provider) overhear() {
+func (p *Provider) redial() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.plain) == 0 || !p.lies.Wanted() {

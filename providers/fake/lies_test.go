@@ -20,13 +20,13 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 	"github.com/berth-sandbox/berth/providers"
-	"github.com/berth-sandbox/berth/providers/fake/liar"
+	"github.com/berth-sandbox/berth/providers/fake/faultproxy"
 )
 
 const theJob = "job_00000000000000000000000001"
 
 // overheardGuest boots a machine and connects to its guest, as a broker does, with a liar in the middle.
-func overheardGuest(t *testing.T, lies ...liar.Lie) (p *Provider, id string, guest guestv1.GuestServiceClient) {
+func overheardGuest(t *testing.T, lies ...faultproxy.Lie) (p *Provider, id string, guest guestv1.GuestServiceClient) {
 	t.Helper()
 	p, dir := open(t)
 	must(t, p.World().Lie(lies...))
@@ -105,42 +105,42 @@ func TestWhoHasNoLiesPassesEverythingOn(t *testing.T) {
 }
 
 func TestEachLieIsToldInItsReply(t *testing.T) {
-	wait := func(kind liar.Kind, fields map[string]any) liar.Lie {
-		return liar.Lie{ID: "x", Call: "Wait", Kind: kind, Fields: fields, Times: 1}
+	wait := func(kind faultproxy.Kind, fields map[string]any) faultproxy.Lie {
+		return faultproxy.Lie{ID: "x", Call: "Wait", Kind: kind, Fields: fields, Times: 1}
 	}
 	for _, test := range []struct {
 		name string
-		lie  liar.Lie
+		lie  faultproxy.Lie
 		want func(*guestv1.WaitResponse, error) bool
 	}{
-		{"set", wait(liar.Set, map[string]any{"status.outcome.exit_code": 3, "status.job_id": "other", "status.stdout.kept.*.to": uint64(1 << 63)}),
+		{"set", wait(faultproxy.Set, map[string]any{"status.outcome.exit_code": 3, "status.job_id": "other", "status.stdout.kept.*.to": uint64(1 << 63)}),
 			func(r *guestv1.WaitResponse, err error) bool {
 				s := r.GetStatus()
 				return s.GetOutcome().GetExitCode() == 3 && s.GetJobId() == "other" && s.GetStdout().GetKept()[0].GetTo() == 1<<63
 			}},
-		{"add", wait(liar.Add, map[string]any{"status.stdout.total_bytes": -6}),
+		{"add", wait(faultproxy.Add, map[string]any{"status.stdout.total_bytes": -6}),
 			func(r *guestv1.WaitResponse, err error) bool {
 				return r.GetStatus().GetStdout().GetTotalBytes() == ^uint64(0)
 			}},
-		{"repeat", wait(liar.Repeat, map[string]any{"status.stdout.kept": 50}),
+		{"repeat", wait(faultproxy.Repeat, map[string]any{"status.stdout.kept": 50}),
 			func(r *guestv1.WaitResponse, err error) bool { return len(r.GetStatus().GetStdout().GetKept()) == 50 }},
-		{"pad", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Pad, Count: 1000},
+		{"pad", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Pad, Count: 1000},
 			func(r *guestv1.WaitResponse, err error) bool { return proto.Size(r) > 1000 && r.GetStatus().GetDone() }},
-		{"other", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Other, Text: "Start"},
+		{"other", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Other, Text: "Start"},
 			func(r *guestv1.WaitResponse, err error) bool { return err == nil && !r.GetStatus().GetDone() }},
-		{"nonsense", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Nonsense, Count: 4000},
+		{"nonsense", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Nonsense, Count: 4000},
 			func(r *guestv1.WaitResponse, err error) bool { return err != nil }},
-		{"frames", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Frames, Count: 4000},
+		{"frames", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Frames, Count: 4000},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.Unavailable }},
-		{"refuse", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Refuse, Count: int(codes.DataLoss), Text: "oops"},
+		{"refuse", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Refuse, Count: int(codes.DataLoss), Text: "oops"},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DataLoss }},
-		{"silent", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Silent},
+		{"silent", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Silent},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DeadlineExceeded }},
-		{"mute midway", liar.Lie{ID: "x", Call: "Wait", Kind: liar.MuteMidway},
+		{"mute midway", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.StallMidway},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DeadlineExceeded }},
-		{"cut midway", liar.Lie{ID: "x", Call: "Wait", Kind: liar.CutMidway},
+		{"cut midway", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.CutMidway},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.Unavailable }},
-		{"double", liar.Lie{ID: "x", Call: "Wait", Kind: liar.Double},
+		{"double", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Double},
 			func(r *guestv1.WaitResponse, err error) bool { return true }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -165,10 +165,10 @@ func TestEachLieIsToldInItsReply(t *testing.T) {
 func TestALieIsToldInItsTurnAndWhereItApplies(t *testing.T) {
 	p, id, guest := overheardGuest(t)
 	must(t, p.World().Lie(
-		liar.Lie{ID: "code", Call: "Wait", Kind: liar.Set, Fields: map[string]any{"status.pid": 4_000_000_000}, Skip: 1, Times: 1},
-		liar.Lie{ID: "data", Call: "Attach", Kind: liar.Set, Fields: map[string]any{"chunk.data": "lies"}},
-		liar.Lie{ID: "jobs", Call: "List", Kind: liar.Invent, Count: 3, Machine: id},
-		liar.Lie{ID: "none", Call: "List", Kind: liar.Nonsense, Machine: "m_b"},
+		faultproxy.Lie{ID: "code", Call: "Wait", Kind: faultproxy.Set, Fields: map[string]any{"status.pid": 4_000_000_000}, Skip: 1, Times: 1},
+		faultproxy.Lie{ID: "data", Call: "Attach", Kind: faultproxy.Set, Fields: map[string]any{"chunk.data": "lies"}},
+		faultproxy.Lie{ID: "jobs", Call: "List", Kind: faultproxy.Invent, Count: 3, Machine: id},
+		faultproxy.Lie{ID: "none", Call: "List", Kind: faultproxy.Nonsense, Machine: "m_b"},
 	))
 	began(t, guest, "printf hello; exit 7")
 	ended(t, guest)
@@ -207,16 +207,16 @@ func TestALieIsToldInItsTurnAndWhereItApplies(t *testing.T) {
 
 func TestALieThatCouldNeverBeToldIsRefused(t *testing.T) {
 	p, _ := open(t)
-	for name, lie := range map[string]liar.Lie{
-		"no id":               {Call: "Wait", Kind: liar.Pad},
-		"no call":             {ID: "x", Call: "Sleep", Kind: liar.Pad},
+	for name, lie := range map[string]faultproxy.Lie{
+		"no id":               {Call: "Wait", Kind: faultproxy.Pad},
+		"no call":             {ID: "x", Call: "Sleep", Kind: faultproxy.Pad},
 		"no kind":             {ID: "x", Call: "Wait", Kind: "fib"},
-		"no field":            {ID: "x", Call: "Wait", Kind: liar.Set},
-		"a field of nobody":   {ID: "x", Call: "Wait", Kind: liar.Set, Fields: map[string]any{"status.mood": 1}},
-		"inside of a number":  {ID: "x", Call: "Wait", Kind: liar.Set, Fields: map[string]any{"status.pid.x": 1}},
-		"a list as one thing": {ID: "x", Call: "List", Kind: liar.Set, Fields: map[string]any{"statuses.pid": 1}},
-		"jobs in a Wait":      {ID: "x", Call: "Wait", Kind: liar.Invent},
-		"a reply of no call":  {ID: "x", Call: "Wait", Kind: liar.Other, Text: "Sleep"},
+		"no field":            {ID: "x", Call: "Wait", Kind: faultproxy.Set},
+		"a field of nobody":   {ID: "x", Call: "Wait", Kind: faultproxy.Set, Fields: map[string]any{"status.mood": 1}},
+		"inside of a number":  {ID: "x", Call: "Wait", Kind: faultproxy.Set, Fields: map[string]any{"status.pid.x": 1}},
+		"a list as one thing": {ID: "x", Call: "List", Kind: faultproxy.Set, Fields: map[string]any{"statuses.pid": 1}},
+		"jobs in a Wait":      {ID: "x", Call: "Wait", Kind: faultproxy.Invent},
+		"a reply of no call":  {ID: "x", Call: "Wait", Kind: faultproxy.Other, Text: "Sleep"},
 	} {
 		if err := p.World().Lie(lie); err == nil {
 			t.Errorf("%s: it is taken", name)

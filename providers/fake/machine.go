@@ -23,13 +23,13 @@ import (
 
 // What lies in a machine's directory, beside its workspace and spool.
 const (
-	recordFile = "machine.json"
-	bootFile   = "boot.json"
-	lockFile   = "lock"   // held by the guest for as long as it lives
-	bootsFile  = "boots"  // a line for each boot: the guest's pid
-	doomedFile = "doomed" // it is to be destroyed and never boots again
-	gonePrefix = ".gone-" // of a directory that is being removed
-	newPrefix  = ".new-"  // of one that is being made
+	recordFile      = "machine.json"
+	bootFile        = "boot.json"
+	lockFile        = "lock"   // held by the guest for as long as it lives
+	bootsFile       = "boots"  // a line for each boot: the guest's pid
+	terminatingFile = "doomed" // it is to be destroyed and never boots again
+	gonePrefix      = ".gone-" // of a directory that is being removed
+	newPrefix       = ".new-"  // of one that is being made
 )
 
 // machineVariable marks every process of a machine, by which they are found: its value is the
@@ -119,8 +119,8 @@ func writeWhole(path string, data []byte) error {
 	return os.Rename(file.Name(), path)
 }
 
-func (m *machine) doomed() (bool, error) {
-	_, err := os.Stat(m.path(doomedFile))
+func (m *machine) terminating() (bool, error) {
+	_, err := os.Stat(m.path(terminatingFile))
 	if isAbsent(err) {
 		return false, nil
 	}
@@ -131,8 +131,8 @@ func (m *machine) describe() (providers.Machine, error) {
 	found := providers.Machine{
 		ID: m.ID, State: providers.MachineStopped, Handle: providers.Handle{Version: 1, Bytes: []byte(m.ID)}, Created: m.Created,
 	}
-	doomed, err := m.doomed()
-	if err != nil || doomed {
+	terminating, err := m.terminating()
+	if err != nil || terminating {
 		found.State, found.Note = providers.MachinePartial, "it is to be destroyed"
 		return found, err
 	}
@@ -243,10 +243,10 @@ func appendLine(path, line string) error {
 
 // destroy ends every process of the machine, the guest first with the signal, and removes it.
 func (m *machine) destroy(ctx context.Context, first syscall.Signal) error {
-	if err := errors.Join(appendLine(m.path(doomedFile), ""), m.signalGuest(syscall.SIGCONT), m.signalGuest(first)); err != nil {
+	if err := errors.Join(appendLine(m.path(terminatingFile), ""), m.signalGuest(syscall.SIGCONT), m.signalGuest(first)); err != nil {
 		return fmt.Errorf("destroying machine %s: %w", m.ID, err)
 	}
-	_ = await(ctx, termPatience, "its guest", func() (bool, error) { // killed below if it takes longer
+	_ = await(ctx, termTimeout, "its guest", func() (bool, error) { // killed below if it takes longer
 		running, err := m.running()
 		return !running, err
 	})
@@ -268,7 +268,7 @@ func (m *machine) destroy(ctx context.Context, first syscall.Signal) error {
 
 // killMembers kills what bears the machine's mark, until nothing does.
 func (m *machine) killMembers(ctx context.Context) error {
-	return await(ctx, killPatience, "the processes of machine "+m.ID, func() (bool, error) {
+	return await(ctx, killTimeout, "the processes of machine "+m.ID, func() (bool, error) {
 		members, err := m.members()
 		for _, pid := range members {
 			_ = syscall.Kill(pid, syscall.SIGKILL) // gone already is as good

@@ -21,14 +21,14 @@ const frozenFile = "frozen"
 // is suspended already is success. Errors: ErrNotFound; ErrRefused where its guest has ended; and those
 // of the script. With the fault Kill a machine is suspended by stopping it.
 func (p *Provider) Suspend(ctx context.Context, asked providers.Machine) error {
-	return p.faced(ctx, CallSuspend, asked.ID, func(ctx context.Context) error {
+	return p.inject(ctx, CallSuspend, asked.ID, func(ctx context.Context) error {
 		return p.ofRunning(asked.ID, func(m *machine) error { return m.freeze(ctx) })
 	})
 }
 
 // Resume lets a suspended machine go on; one that runs is success. Errors as of Suspend.
 func (p *Provider) Resume(ctx context.Context, asked providers.Machine) error {
-	return p.faced(ctx, CallResume, asked.ID, func(context.Context) error {
+	return p.inject(ctx, CallResume, asked.ID, func(context.Context) error {
 		return p.ofRunning(asked.ID, (*machine).thaw)
 	})
 }
@@ -59,7 +59,7 @@ func (m *machine) freeze(ctx context.Context) error {
 	if err := m.signalGuest(syscall.SIGSTOP); err != nil {
 		return err
 	}
-	err := await(ctx, killPatience, "the processes of machine "+m.ID+" to stand still", func() (bool, error) {
+	err := await(ctx, killTimeout, "the processes of machine "+m.ID+" to stand still", func() (bool, error) {
 		members, err := m.members()
 		moving := slices.DeleteFunc(members, standsStill)
 		for _, pid := range moving {

@@ -7,44 +7,6 @@ import (
 	"github.com/berth-sandbox/berth/providers"
 )
 
-func TestASuspendedMachineStandsStillAndGoesOnWithItsProcesses(t *testing.T) {
-	p, dir := open(t)
-	const id = "m_a"
-	machine := providers.Machine{ID: id}
-	_, err := p.Create(t.Context(), spec(dir, id))
-	must(t, err)
-	for range 2 {
-		must(t, p.Suspend(t.Context(), machine))
-	}
-	wantState(t, p, id, providers.MachineSuspended)
-	m, err := p.World().machine(id)
-	must(t, err)
-	before, err := m.members()
-	must(t, err)
-	for _, pid := range before {
-		if !standsStill(pid) {
-			t.Errorf("process %d goes on in a suspended machine", pid)
-		}
-	}
-	must(t, p.Close())
-
-	p = again(t, dir)
-	wantState(t, p, id, providers.MachineSuspended)
-	for range 2 {
-		must(t, p.Resume(t.Context(), machine))
-	}
-	wantState(t, p, id, providers.MachineRunning)
-	after, err := m.members()
-	must(t, err)
-	if len(before) == 0 || len(before) != len(after) || before[0] != after[0] || standsStill(after[0]) {
-		t.Errorf("the processes were %v and are %v", before, after)
-	}
-	wantBoots(t, p, id, 1)
-	must(t, p.Suspend(t.Context(), machine))
-	must(t, p.Destroy(t.Context(), machine))
-	wantAbsent(t, p, id)
-}
-
 func TestAMachineThatIsSuspendedByStoppingItIsBootedAgain(t *testing.T) {
 	p, dir := open(t)
 	const id = "m_a"

@@ -29,15 +29,15 @@ type attached struct {
 	cancel context.CancelFunc
 	sent   uint64 // bytes of input
 
-	mu     sync.Mutex
-	opened *guestv1.Status
-	done   *guestv1.Status
-	output [3][]byte
-	gaps   []*berthv1.OutputGap
-	acked  uint64
-	err    error
-	news   chan struct{} // has a token when something came
-	ended  chan struct{}
+	mu       sync.Mutex
+	opened   *guestv1.Status
+	done     *guestv1.Status
+	output   [3][]byte
+	gaps     []*berthv1.OutputGap
+	acked    uint64
+	err      error
+	received chan struct{} // has a token when something came
+	ended    chan struct{}
 }
 
 // attach opens an Attach and begins to receive.
@@ -47,7 +47,7 @@ func (m *machine) attach(open *guestv1.AttachOpen) *attached {
 	stream, err := m.calls.Attach(ctx)
 	must(m.t, err)
 	must(m.t, stream.Send(&guestv1.AttachRequest{Message: &guestv1.AttachRequest_Open{Open: open}}))
-	a := &attached{t: m.t, stream: stream, cancel: cancel, news: make(chan struct{}, 1), ended: make(chan struct{})}
+	a := &attached{t: m.t, stream: stream, cancel: cancel, received: make(chan struct{}, 1), ended: make(chan struct{})}
 	go a.receive()
 	m.t.Cleanup(func() {
 		cancel()
@@ -79,7 +79,7 @@ func (a *attached) receive() {
 		a.take(message)
 		a.mu.Unlock()
 		select {
-		case a.news <- struct{}{}:
+		case a.received <- struct{}{}:
 		default:
 		}
 	}
@@ -129,7 +129,7 @@ func (a *attached) acknowledged() uint64 {
 	return a.acked
 }
 
-// until waits for something to hold of what was received.
+// until waits until a condition on what was received is true.
 func (a *attached) until(what string, check func() bool) {
 	a.t.Helper()
 	over := time.After(10 * time.Second)
@@ -141,7 +141,7 @@ func (a *attached) until(what string, check func() bool) {
 			return
 		}
 		select {
-		case <-a.news:
+		case <-a.received:
 		case <-a.ended:
 			a.mu.Lock()
 			defer a.mu.Unlock()
@@ -443,12 +443,11 @@ func TestInputByUnaryCalls(t *testing.T) {
 	m.begin(r)
 	taken := uint64(0)
 	for i := range 20 {
-		begun := time.Now()
 		next, err := input(taken, string(make([]byte, 256<<10)))
 		must(t, err)
 		if next == taken {
-			if took := time.Since(begun); i < 4 || took > 3*time.Second || next < 1<<20 || next > 1<<20+128<<10 {
-				t.Errorf("full after %d calls at %d, %v", i, next, took)
+			if i < 4 || next < 1<<20 || next > 1<<20+128<<10 {
+				t.Errorf("full after %d calls at %d", i, next)
 			}
 			return
 		}
@@ -536,19 +535,20 @@ func TestTheEndOfATerminalsInput(t *testing.T) {
 
 func TestAReaderThatLeavesAndComesBack(t *testing.T) {
 	m := boot(t)
-	start := func() *guestv1.StartRequest {
-		r := openStdin(argv("sh", "-c", "echo begun; exec sleep 60"))
-		r.KillOnDisconnect, r.DisconnectGrace = true, durationpb.New(300*time.Millisecond)
+	start := func(grace time.Duration) *guestv1.StartRequest {
+		r := openStdin(argv("sh", "-c", "echo begun; exec sleep 600"))
+		r.KillOnDisconnect, r.DisconnectGrace = true, durationpb.New(grace)
 		return r
 	}
-	kept := start()
+	const grace = 2 * time.Second
+	kept := start(grace)
 	a := m.attachStart(kept)
 	a.says("begun")
 	a.cancel()
 	<-a.ended
 	b := m.attach(&guestv1.AttachOpen{JobId: kept.GetJobId()})
 	b.says("begun")
-	time.Sleep(600 * time.Millisecond)
+	time.Sleep(grace + 100*time.Millisecond) // it has that long to end by mistake
 	// A half-close says nothing.
 	must(t, b.stream.CloseSend())
 	time.Sleep(100 * time.Millisecond)
@@ -561,7 +561,7 @@ func TestAReaderThatLeavesAndComesBack(t *testing.T) {
 	b.cancel()
 	<-b.ended
 	final := m.listed(kept.GetJobId())
-	if took := time.Since(begun); final.GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED || took < 300*time.Millisecond || took > 3*time.Second {
+	if took := time.Since(begun); final.GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED || took < grace {
 		t.Errorf("after the reader left: %v after %v", final, took)
 	}
 }
@@ -590,7 +590,6 @@ func TestASlowReaderSlowsNoCommand(t *testing.T) {
 	defer cancel()
 	stream, err := m.calls.Attach(ctx)
 	must(t, err)
-	begun := time.Now()
 	must(t, stream.Send(&guestv1.AttachRequest{Message: &guestv1.AttachRequest_Open{Open: &guestv1.AttachOpen{JobId: r.GetJobId(), Start: r}}}))
 	opened, err := stream.Recv()
 	must(t, err)
@@ -598,9 +597,6 @@ func TestASlowReaderSlowsNoCommand(t *testing.T) {
 		t.Errorf("first %v", opened)
 	}
 	final := m.wait(r.GetJobId()) // while this reader stands still
-	if took := time.Since(begun); took > 5*time.Second {
-		t.Errorf("300 MB took %v", took)
-	}
 	if final.GetStdout().GetTotalBytes() != 300000000 {
 		t.Errorf("done %v", final)
 	}
@@ -627,7 +623,7 @@ func TestASlowReaderSlowsNoCommand(t *testing.T) {
 	if at != 300000000 || gaps == 0 {
 		t.Errorf("ended at %d with %d gaps", at, gaps)
 	}
-	if mib := m.residentMiB(); mib > 64 {
+	if mib := m.memoryMiB(); mib > maxGuestMiB {
 		t.Errorf("the guest takes %d MiB", mib)
 	}
 }

@@ -154,7 +154,7 @@ func BenchmarkAttachStream(b *testing.B) {
 			}
 			b.ReportMetric(float64(got)/1e6/b.Elapsed().Seconds(), "MB/s")
 			b.ReportMetric(float64(lost)/float64(got+lost), "lost")
-			b.ReportMetric(float64(m.residentMiB()), "guest-MiB")
+			b.ReportMetric(float64(m.memoryMiB()), "guest-MiB")
 		})
 	}
 }

@@ -19,14 +19,24 @@ const (
 	dataField  protowire.Number = 3
 )
 
-// outgoingChunk is an AttachResponse with output, whose bytes are sent from where they are.
+// minReturned is the capacity of the smallest buffer that gRPC gives back, in bytes: it forgets smaller ones,
+// and whoever waits for them would wait for ever.
+var minReturned = func() int {
+	capacity := 1
+	for mem.IsBelowBufferPoolingThreshold(capacity) {
+		capacity *= 2
+	}
+	return capacity
+}()
+
+// outgoingChunk is an AttachResponse with output whose bytes are sent without a copy.
 type outgoingChunk struct {
 	chunk *berthv1.OutputChunk
-	done  func() // called when the bytes are not needed any more
+	done  func() // called when the bytes are no longer needed
 }
 
-// codec is gRPC's own for protobuf, but that it copies no output: that would cost more than all else
-// that is done with it.
+// codec is gRPC's own for protobuf, except that it does not copy output: the copy would cost more than
+// everything else.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2(encodingproto.Name)} }
@@ -42,6 +52,9 @@ func (c codec) Marshal(message any) (mem.BufferSlice, error) {
 	if err != nil {
 		out.done()
 		return nil, err
+	}
+	if mem.IsBelowBufferPoolingThreshold(cap(data)) {
+		data = append(make([]byte, 0, minReturned), data...)
 	}
 	return mem.BufferSlice{mem.SliceBuffer(head), mem.NewBuffer(&data, returning(out.done))}, nil
 }
@@ -61,7 +74,7 @@ func chunkHead(chunk *berthv1.OutputChunk) ([]byte, error) {
 	return append(head, rest...), nil
 }
 
-// returning is a pool of one buffer, which tells when it comes back.
+// returning is a pool of one buffer that calls a function when the buffer is returned.
 type returning func()
 
 // Get is never used: the buffer is there already.

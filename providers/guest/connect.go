@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"math/rand/v2"
 	"net"
@@ -17,20 +16,18 @@ import (
 )
 
 const (
-	// firstRedial and lastRedial bound the pauses between attempts to reach the host: soon enough
-	// that a restarted broker is not kept waiting, seldom enough to cost nothing.
+	// firstRedial and lastRedial bound the pauses between attempts to reach the host: short enough
+	// for a restarted broker, long enough to cost nothing.
 	firstRedial = 10 * time.Millisecond
 	lastRedial  = 250 * time.Millisecond
-	// firstBytes is the most that is read of a spare connection before it is handed on, in bytes.
+	// firstBytes is the most that is read from a spare connection before Accept returns it, in bytes.
 	firstBytes = 512
 )
 
-// listen opens the guest's own socket, mode 0600 from its first moment.
+// listen opens the guest's own socket, with mode 0600 from the start.
 func listen(ctx context.Context, path string) (net.Listener, error) {
-	if info, err := os.Lstat(path); err == nil && info.Mode().Type() == fs.ModeSocket {
-		if err := os.Remove(path); err != nil {
-			return nil, fmt.Errorf("remove the socket of an earlier guest: %w", err)
-		}
+	if err := os.RemoveAll(path); err != nil {
+		return nil, fmt.Errorf("remove the socket of an earlier guest: %w", err)
 	}
 	// On Linux a socket's file gets the mode that the socket has when it is bound.
 	config := net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
@@ -45,8 +42,8 @@ func listen(ctx context.Context, path string) (net.Listener, error) {
 	return listener, nil
 }
 
-// reverseListener accepts connections that it has dialled itself. Exactly one is kept waiting for
-// the broker; it counts as taken when its first byte comes.
+// reverseListener accepts connections that it has dialled itself. Exactly one spare is kept waiting for
+// the broker; it is accepted when its first byte arrives.
 type reverseListener struct {
 	path   string
 	log    *slog.Logger
@@ -98,7 +95,7 @@ func (l *reverseListener) dial(ctx context.Context) {
 			continue
 		}
 		if reached && ctx.Err() == nil {
-			l.log.Info("the host is not there, dialling on", "socket", l.path, "error", err)
+			l.log.Info("the host does not answer, redialling", "socket", l.path, "error", err)
 			reached = false
 		}
 		pause.Reset(wait/2 + rand.N(wait)) //nolint:gosec // jitter needs no secret
@@ -127,7 +124,7 @@ func (l *reverseListener) spare(ctx context.Context) (net.Conn, error) {
 	return &begunConn{Conn: conn, first: first[:n]}, nil
 }
 
-// begunConn is a connection whose first bytes were read already.
+// begunConn is a connection whose first bytes were already read.
 type begunConn struct {
 	net.Conn
 	first []byte

@@ -101,11 +101,7 @@ func TestTheGuestDialsAgainWhenTheHostComesBack(t *testing.T) {
 	must(t, m.conn.Close())
 	time.Sleep(300 * time.Millisecond)
 	m.listen()
-	begun := time.Now()
 	m.connect()
-	if took := time.Since(begun); took > time.Second {
-		t.Errorf("took %v", took)
-	}
 	response, err := m.calls.Wait(t.Context(), &guestv1.WaitRequest{JobId: r.GetJobId()})
 	must(t, err)
 	if response.GetStatus().GetDone() {

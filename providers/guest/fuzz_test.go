@@ -17,7 +17,7 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
-// FuzzSpareConnection sends any first bytes on a spare connection: the guest drops it, nobody gets in
+// FuzzSpareConnection sends any first bytes on a spare connection: the guest drops it, no caller gets in
 // without Hello, and the next one serves.
 func FuzzSpareConnection(f *testing.F) {
 	const preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -1,14 +1,17 @@
 // Package guest is the program that runs in every machine: it serves berth.guest.v1 to the broker,
-// on connections that it dials out and on a socket of its own. It wires the rooms below it together
+// on connections that it dials out and on a socket of its own. It wires the packages below it together
 // and translates between gRPC and them. It never trusts a connection before both sides have proved
-// that they know the machine's token, and never logs what a command is, says or is given.
+// that they know the machine's token, and never logs a command, its environment or its output.
 //
 //	reap       owns every exit status
-//	launch     makes a command a process
-//	contain    keeps the processes of a job together
+//	launch     turns a command into a process
+//	contain    tracks the processes of a job
+//	stdio      pipes, terminals and stdin
 //	spool      keeps output
 //	record     the guest's directory on disk
-//	supervise  runs jobs by means of these
+//	clock      timers and deadlines
+//	refusal    errors with a kind
+//	supervise  runs jobs on top of these
 package guest
 
 import (
@@ -22,6 +25,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"sync"
 	"syscall"
 	"time"
@@ -38,14 +42,17 @@ import (
 )
 
 const (
-	// keepaliveTime and keepaliveTimeout find a black hole within 15 s; nothing else does.
+	// keepaliveTime and keepaliveTimeout detect an unresponsive broker within 15 s; nothing else does.
 	keepaliveTime    = 10 * time.Second
 	keepaliveTimeout = 5 * time.Second
 	// keepaliveMin is how often the broker may ping.
 	keepaliveMin = 5 * time.Second
-	// messageMost bounds a message, in bytes: 4 MiB of data, and what surrounds them.
-	messageMost = 4<<20 + 64<<10
-	// partingTime bounds how long the last answers may take to leave when the guest ends.
+	// maxMessageBytes bounds a message, in bytes: 4 MiB of data and some overhead.
+	maxMessageBytes = 4<<20 + 64<<10
+	// memoryLimit is the Go runtime's soft limit, in bytes: beyond it garbage is collected at once, and not
+	// only when it is as much as what is in use.
+	memoryLimit = 14 << 20
+	// partingTime bounds how long the last responses may take to be sent when the guest ends.
 	partingTime = 250 * time.Millisecond
 )
 
@@ -55,12 +62,11 @@ type Options struct {
 	Log              *slog.Logger  // default: slog.Default
 	KeepaliveTime    time.Duration // default 10 s
 	KeepaliveTimeout time.Duration // default 5 s
-	QuiesceMost      time.Duration // of running time without counting for jobs; default 60 s
+	MaxQuiesce       time.Duration // of running time for which deadlines may be paused; default 60 s
 }
 
 // Serve runs a guest until ctx ends; then it ends every job with its whole tree and returns nil.
-// An error says what keeps it from running. It must be the only part of its process that starts or
-// waits for children.
+// An error says why it cannot run. Nothing else in its process may start or wait for children.
 func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) error {
 	options = options.withDefaults()
 	if err := validate(config); err != nil {
@@ -68,6 +74,13 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	}
 	if err := prepareProcess(config); err != nil {
 		return err
+	}
+	debug.SetMemoryLimit(memoryLimit)
+	reserveThreads()
+	resetInherited(config, options.Log)
+	if err := makeWorkspace(config.GetWorkspace(), config.GetDefaultUser()); err != nil {
+		// Commands that need it report that it is missing, and others can repair it.
+		options.Log.Warn("the workspace is not usable", "workspace", config.GetWorkspace(), "error", err)
 	}
 	bootID, err := newBootID()
 	if err != nil {
@@ -78,14 +91,14 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 		return err
 	}
 	// The probe waits for a child itself, so it comes before the reaper.
-	means := contain.Probe(config.GetCgroupDir(), config.GetMachineId(), options.Log)
-	// A job of an earlier boot is lost, so nothing of it may run on.
-	if left := means.Clear(ctx); len(left) > 0 {
-		options.Log.Warn("processes of an earlier boot would not go", "pids", left)
+	tracker := contain.Probe(config.GetCgroupDir(), config.GetMachineId(), options.Log)
+	// A job of an earlier boot is lost, so none of its processes may keep running.
+	if left := tracker.Clear(ctx); len(left) > 0 {
+		options.Log.Warn("processes of an earlier boot cannot be killed", "pids", left)
 	}
 	reaper := reap.Start()
 	defer func() {
-		means.Close()
+		tracker.Close()
 		reaper.Close()
 		if err := records.Close(); err != nil {
 			options.Log.Warn("the spool did not close", "error", err)
@@ -93,17 +106,17 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	}()
 	supervisor, err := supervise.New(supervise.Config{
 		MachineID: config.GetMachineId(), Generation: config.GetGeneration(), BootID: bootID,
-		Workspace: config.GetWorkspace(), User: config.GetDefaultUser(), Env: config.GetEnv(), QuiesceMost: options.QuiesceMost,
-		Records: records, Means: means, Reaper: reaper, Log: options.Log,
+		Workspace: config.GetWorkspace(), User: config.GetDefaultUser(), Env: config.GetEnv(), MaxQuiesce: options.MaxQuiesce,
+		Records: records, Tracker: tracker, Reaper: reaper, Log: options.Log,
 	})
 	if err != nil {
 		return err
 	}
-	options.Log.Info("the guest is up", "machine", config.GetMachineId(), "boot", bootID, "build", options.Build, "containment", means.Kind().String())
+	options.Log.Info("the guest is up", "machine", config.GetMachineId(), "boot", bootID, "build", options.Build, "containment", tracker.Kind().String())
 	s := &service{supervisor: supervisor}
 	s.identity.Store(&identity{
 		machineID: config.GetMachineId(), token: config.GetToken(), generation: config.GetGeneration(),
-		bootID: bootID, workspace: config.GetWorkspace(), containment: means.Kind(), build: options.Build,
+		bootID: bootID, workspace: config.GetWorkspace(), containment: tracker.Kind(), build: options.Build,
 	})
 	err = s.serve(ctx, config, options)
 	return errors.Join(err, supervisor.Close())
@@ -134,8 +147,8 @@ func (s *service) serve(ctx context.Context, config *guestv1.BootConfig, options
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMin, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: options.KeepaliveTime, Timeout: options.KeepaliveTimeout}),
 		grpc.ForceServerCodecV2(newCodec()),
-		grpc.MaxRecvMsgSize(messageMost),
-		grpc.MaxSendMsgSize(messageMost),
+		grpc.MaxRecvMsgSize(maxMessageBytes),
+		grpc.MaxSendMsgSize(maxMessageBytes),
 		grpc.WaitForHandlers(true),
 	)
 	guestv1.RegisterGuestServiceServer(server, s)
@@ -168,7 +181,7 @@ func (s *service) serve(ctx context.Context, config *guestv1.BootConfig, options
 	stopDialling()
 	options.Log.Info("the guest ends its jobs")
 	s.supervisor.Stop(context.WithoutCancel(ctx))
-	// Whoever waited for a job is being answered now; who waits for other things is cut off.
+	// Calls that wait for a job are being answered now; others are cut off.
 	parting := time.AfterFunc(partingTime, server.Stop)
 	defer parting.Stop()
 	server.GracefulStop()
@@ -180,9 +193,9 @@ func validate(c *guestv1.BootConfig) error {
 	case c.GetMachineId() == "":
 		return errors.New("boot config: machine_id is missing")
 	case len(c.GetToken()) == 0:
-		return errors.New("boot config: token is missing; without one anybody could give orders")
+		return errors.New("boot config: token is missing; without one any process could send commands")
 	case c.GetDialSocket() == "" && c.GetListenSocket() == "":
-		return errors.New("boot config: neither dial_socket nor listen_socket is given, so nobody could reach this guest")
+		return errors.New("boot config: neither dial_socket nor listen_socket is given, so this guest could not be reached")
 	case !filepath.IsAbs(c.GetSpoolDir()):
 		return fmt.Errorf("boot config: spool_dir %q is no absolute path", c.GetSpoolDir())
 	case !filepath.IsAbs(c.GetWorkspace()):
@@ -191,7 +204,7 @@ func validate(c *guestv1.BootConfig) error {
 	return nil
 }
 
-// Probe tries what a guest does that is PID 1 of fresh namespaces, and says why it cannot.
+// Probe tries what a guest does as PID 1 of fresh namespaces and returns why it cannot.
 func Probe() error {
 	if os.Getpid() != 1 {
 		return errors.New("this is not the first process of its namespace, whose /proc must stay as it is")
@@ -199,10 +212,10 @@ func Probe() error {
 	return mountProc()
 }
 
-// mountProc mounts the machine's own /proc. A guest of an ordinary user has the capability for it from
-// the provider, in a way that would give it to every job as well; after this none gets it.
+// mountProc mounts the machine's own /proc. The provider gives an unprivileged guest the capability for it
+// as an ambient one, which every job would inherit; it is dropped afterwards.
 func mountProc() error {
-	// The host's unmounts still reach here: a machine must not keep a disk of the host's busy.
+	// Unmounts on the host still propagate: a machine must not keep a disk of the host busy.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return fmt.Errorf("keep mounts to this machine: %w", err)
 	}
@@ -216,8 +229,7 @@ func mountProc() error {
 func dropAmbient() error {
 	_, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0, 0)
 	if errors.Is(errno, syscall.ENOTSUP) {
-		// A build with C, which only tests are: there is no way to reach every thread, so there must be
-		// nothing to drop.
+		// A cgo build, which only tests are, cannot reach every thread, so there must be nothing to drop.
 		set, err := unix.PrctlRetInt(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_IS_SET, unix.CAP_SYS_ADMIN, 0, 0)
 		if err == nil && set == 0 {
 			return nil
@@ -229,7 +241,7 @@ func dropAmbient() error {
 	return nil
 }
 
-// prepareProcess makes the guest what the machine needs it to be.
+// prepareProcess sets up the guest's process.
 func prepareProcess(c *guestv1.BootConfig) error {
 	if c.GetMountProc() {
 		if err := mountProc(); err != nil {
@@ -241,7 +253,7 @@ func prepareProcess(c *guestv1.BootConfig) error {
 			return fmt.Errorf("become the parent of orphans: %w", err)
 		}
 	}
-	return makeWorkspace(c.GetWorkspace(), c.GetDefaultUser())
+	return nil
 }
 
 func newBootID() (string, error) {

@@ -24,7 +24,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/types/known/durationpb"
 
-	"github.com/berth-sandbox/berth/conformance/need"
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
@@ -55,6 +55,9 @@ func TestMain(m *testing.M) {
 }
 
 func serveForTest(file string) error {
+	if err := UnblockSignals(); err != nil {
+		return err
+	}
 	data, err := os.ReadFile(file)
 	if err != nil {
 		return err
@@ -68,7 +71,7 @@ func serveForTest(file string) error {
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	every, _ := time.ParseDuration(os.Getenv(keepaliveVariable))
 	most, _ := time.ParseDuration(os.Getenv(quiesceVariable))
-	return Serve(ctx, config, Options{Build: "test", Log: log, KeepaliveTime: every, KeepaliveTimeout: every, QuiesceMost: most})
+	return Serve(ctx, config, Options{Build: "test", Log: log, KeepaliveTime: every, KeepaliveTimeout: every, MaxQuiesce: most})
 }
 
 // machine is a guest in a process of its own, and the host that it dials.
@@ -128,7 +131,7 @@ func bootAs(t testing.TB, how manner, change ...func(*guestv1.BootConfig)) *mach
 // withCgroups gives the guest a cgroup2 directory, or skips the test where none can be made.
 func withCgroups(t testing.TB) func(*guestv1.BootConfig) {
 	t.Helper()
-	need.Cgroup2(t)
+	testenv.Cgroup2(t)
 	dir := cgroupDir(t)
 	if dir == "" {
 		t.Skip("no cgroup2 directory can be made here")
@@ -219,7 +222,7 @@ func (m *machine) listen() {
 // accept returns the guest's spare connection.
 func (m *machine) accept() net.Conn {
 	m.t.Helper()
-	must(m.t, m.listener.(*net.UnixListener).SetDeadline(time.Now().Add(10*time.Second)))
+	must(m.t, m.listener.(*net.UnixListener).SetDeadline(time.Now().Add(4*time.Minute)))
 	conn, err := m.listener.Accept()
 	must(m.t, err)
 	return conn
@@ -340,7 +343,7 @@ func (m *machine) begin(r *guestv1.StartRequest) *guestv1.Status {
 
 func (m *machine) wait(id string) *guestv1.Status {
 	m.t.Helper()
-	response, err := m.calls.Wait(m.t.Context(), &guestv1.WaitRequest{JobId: id, Wait: durationpb.New(20 * time.Second)})
+	response, err := m.calls.Wait(m.t.Context(), &guestv1.WaitRequest{JobId: id, Wait: durationpb.New(3 * time.Minute)})
 	must(m.t, err)
 	if !response.GetStatus().GetDone() {
 		m.t.Fatalf("job %s is not done", id)
@@ -357,7 +360,7 @@ func must(t testing.TB, err error) {
 
 func eventually(t testing.TB, what string, check func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(time.Minute); !check(); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(4 * time.Minute); !check(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Errorf("never: %s", what)
 			return

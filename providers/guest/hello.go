@@ -23,7 +23,7 @@ import (
 const (
 	protocol    = 1
 	nonceLength = 32
-	// brokerContext and guestContext keep one side's proof from serving as the other's.
+	// brokerContext and guestContext keep one side's proof from being replayed as the other's.
 	brokerContext = "berth broker"
 	guestContext  = "berth guest"
 )
@@ -34,7 +34,7 @@ var capabilities = []string{
 	"quiesce",
 }
 
-// identity is who the guest is.
+// identity is the machine as which the guest answers.
 type identity struct {
 	machineID   string
 	token       []byte
@@ -51,11 +51,11 @@ type connection struct {
 	proved atomic.Bool // Hello succeeded on it
 }
 
-// AuthType names the way of proving.
+// AuthType names the protocol.
 func (*connection) AuthType() string { return "berth-hello" }
 
-// connectionState is gRPC's hook for what belongs to a connection: it changes nothing of the bytes,
-// and gives each connection a state that its calls find.
+// connectionState is gRPC's hook for per-connection state: it leaves the bytes alone and gives each
+// connection a state that its calls can find.
 type connectionState struct{}
 
 // ServerHandshake gives the connection its state.
@@ -73,10 +73,10 @@ func (connectionState) Info() credentials.ProtocolInfo {
 	return credentials.ProtocolInfo{SecurityProtocol: "berth-hello"}
 }
 
-// Clone returns itself, since it holds nothing.
+// Clone returns itself, since it has no state.
 func (s connectionState) Clone() credentials.TransportCredentials { return s }
 
-// OverrideServerName means nothing here.
+// OverrideServerName is not used.
 func (connectionState) OverrideServerName(string) error { return nil }
 
 func connectionOf(ctx context.Context) *connection {

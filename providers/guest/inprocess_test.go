@@ -31,9 +31,9 @@ func TestAGuestThatEndsLeavesNoGoroutine(t *testing.T) {
 	go func() { ended <- Serve(ctx, m.config, Options{}) }()
 	m.connect()
 	m.run(argv("true"))
-	held := shell("sleep 60 & echo hi")
-	held.KillOnDisconnect = true
-	m.run(held)
+	detained := shell("sleep 60 & echo hi")
+	detained.KillOnDisconnect = true
+	m.run(detained)
 	m.begin(argv("sleep", "60"))
 	cancel()
 	must(t, <-ended)

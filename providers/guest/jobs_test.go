@@ -28,6 +28,12 @@ func TestOutcomesAreWhatTheKernelSaid(t *testing.T) {
 	must(t, os.WriteFile(filepath.Join(m.config.GetWorkspace(), "plain"), []byte("echo no interpreter $1; exit 3"), 0o755))
 	must(t, os.WriteFile(filepath.Join(m.config.GetWorkspace(), "data"), []byte("x"), 0o644))
 	must(t, os.WriteFile(filepath.Join(m.config.GetWorkspace(), "lost"), []byte("#!/no/such/interpreter\n"), 0o755))
+	for name, content := range map[string]string{
+		"foreign": "\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x2b\x00\x01\x00\x00\x00echo this never runs\n",
+		"binary":  "echo this never runs \x00\n", "empty": "", "archive": "echo unpacked; exit 4\n\x00\x01\x02",
+	} {
+		must(t, os.WriteFile(filepath.Join(m.config.GetWorkspace(), name), []byte(content), 0o755))
+	}
 	long := strings.Repeat("x", 3<<20)
 	in := func(dir string, r *guestv1.StartRequest) *guestv1.StartRequest {
 		r.Command.Cwd = dir
@@ -56,6 +62,10 @@ func TestOutcomesAreWhatTheKernelSaid(t *testing.T) {
 		{"an empty name", argv(""), berthv1.Cause_CAUSE_FAILED_TO_START, 127, "not_found: ", ""},
 		{"a file without the bit", argv("./data"), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable: ", ""},
 		{"a directory", argv("/etc"), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable: ", ""},
+		{"a program of another architecture", argv("./foreign"), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable: ", ""},
+		{"a binary file", argv("./binary"), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable: ", ""},
+		{"an empty file runs in sh", argv("./empty"), berthv1.Cause_CAUSE_EXITED, 0, "", ""},
+		{"a script with binary data behind it runs in sh", argv("./archive"), berthv1.Cause_CAUSE_EXITED, 4, "", "unpacked\n"},
 		{"an interpreter that is not there", argv("./lost"), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "not_executable: ", ""},
 		{"a script without an interpreter runs in sh", argv("./plain", "here"), berthv1.Cause_CAUSE_EXITED, 3, "", "no interpreter here\n"},
 		{"a directory that is not there", in("no/such", argv("true")), berthv1.Cause_CAUSE_FAILED_TO_START, 126, "cwd_missing: ", ""},
@@ -133,16 +143,26 @@ func TestACommandRunsAsItsUser(t *testing.T) {
 	m := boot(t)
 	must(t, os.Chmod(m.dir, 0o755))
 	for spec, want := range map[string]string{
-		"nobody":      "65534 65534 nobody /nonexistent",
-		"65534:0":     "65534 0 nobody /nonexistent",
-		"4711":        "4711 4711 4711 /",
-		"4711:daemon": "4711 1 4711 /",
+		"nobody":      "65534 65534 65534 unset unset /nonexistent",
+		"65534:0":     "65534 0 0 unset unset /nonexistent",
+		"4711":        "4711 0 0 unset unset /",
+		"4711:daemon": "4711 1 1 unset unset /",
+		"root":        "0 0 0 unset unset /root",
 	} {
-		r := shell("echo $(id -u) $(id -g) $USER $HOME")
+		r := shell("echo $(id -u) $(id -g) $(id -G) ${USER-unset} ${LOGNAME-unset} $HOME")
 		r.Command.User = spec
 		response := m.run(r)
 		if got := strings.TrimSpace(string(response.GetStdout().GetHead())); got != want {
 			t.Errorf("user %s: got %q, want %q (%v)", spec, got, want, response.GetStatus().GetOutcome())
+		}
+	}
+	withHome := boot(t, func(c *guestv1.BootConfig) { c.Env = map[string]string{"HOME": "/of/the/image"} })
+	must(t, os.Chmod(withHome.dir, 0o755))
+	for _, user := range []string{"", "nobody", "4711"} {
+		r := shell("echo $HOME")
+		r.Command.User = user
+		if got := string(withHome.run(r).GetStdout().GetHead()); got != "/of/the/image\n" {
+			t.Errorf("user %q has the HOME %q, not the machine's", user, got)
 		}
 	}
 	must(t, os.Mkdir(filepath.Join(m.dir, "closed"), 0o700))
@@ -200,12 +220,8 @@ func TestADaemonThatHoldsTheOutputDelaysNobody(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m := way.boot(t)
 			seconds := unique()
-			start := time.Now()
 			r := shell("sleep " + seconds + " & echo hi")
 			response := m.run(r)
-			if took := time.Since(start); took > 10*time.Second {
-				t.Errorf("took %v", took)
-			}
 			o := response.GetStatus().GetOutcome()
 			if o.GetCause() != berthv1.Cause_CAUSE_EXITED || o.GetExitCode() != 0 || !o.GetOutputStillOpen() {
 				t.Errorf("outcome %v", o)
@@ -265,14 +281,14 @@ func TestAJobIsKilledWithItsWholeTree(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m := way.boot(t)
 			seconds := unique()
-			// Ignores TERM, makes a session of its own, loses its parent and, where more than that holds
-			// it, its environment.
+			// Ignores TERM, makes a session of its own, loses its parent and, where it is tracked by more than that
+			// its environment.
 			r := shell(fmt.Sprintf("trap '' TERM; (%s setsid sh -c \"trap '' TERM; (setsid sleep %s) & setsid sleep %s\" &) ; while :; do sleep %s; done", way.clean(), seconds, seconds, seconds))
 			r.Command.Timeout = durationpb.New(300 * time.Millisecond)
 			r.Command.KillGrace = durationpb.New(200 * time.Millisecond)
 			start := time.Now()
 			o := m.run(r).GetStatus().GetOutcome()
-			if took := time.Since(start); took < 500*time.Millisecond || took > 3*time.Second {
+			if took := time.Since(start); took < 500*time.Millisecond {
 				t.Errorf("took %v", took)
 			}
 			if o.GetCause() != berthv1.Cause_CAUSE_TIMED_OUT || o.GetExitCode() != 124 || o.GetWaitStatus().GetSignal() != 9 ||
@@ -438,7 +454,7 @@ func TestARestartKeepsOutcomesAndLosesWhatIsUnknown(t *testing.T) {
 				}
 				read, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: test.request.GetJobId()})
 				must(t, err)
-				if string(read.GetData()) != test.output || !read.GetFacts().GetSealed() {
+				if string(read.GetData()) != test.output || !read.GetStats().GetSealed() {
 					t.Errorf("output %v", read)
 				}
 			}
@@ -523,19 +539,19 @@ func TestOutputIsBoundedWithAHeadAndATail(t *testing.T) {
 	r := shell("seq -f %07g 0 99999") // 8 bytes a line, 800,000 in all
 	r.Command.OutputLimitBytes = 256 << 10
 	response := m.run(r)
-	facts := response.GetStatus().GetStdout()
+	stats := response.GetStatus().GetStdout()
 	kept := uint64(0)
-	for _, k := range facts.GetKept() {
+	for _, k := range stats.GetKept() {
 		kept += k.GetTo() - k.GetFrom()
 	}
-	if facts.GetTotalBytes() != 800000 || kept+facts.GetDroppedBytes() != 800000 || kept > 256<<10 || len(facts.GetKept()) != 2 {
-		t.Errorf("facts %v", facts)
+	if stats.GetTotalBytes() != 800000 || kept+stats.GetDroppedBytes() != 800000 || kept > 256<<10 || len(stats.GetKept()) != 2 {
+		t.Errorf("stats %v", stats)
 	}
-	head, tail := facts.GetKept()[0], facts.GetKept()[1]
+	head, tail := stats.GetKept()[0], stats.GetKept()[1]
 	if head.GetFrom() != 0 || head.GetTo() != 128<<10 || tail.GetTo() != 800000 || tail.GetTo()-tail.GetFrom() < 64<<10 {
-		t.Errorf("kept %v", facts.GetKept())
+		t.Errorf("kept %v", stats.GetKept())
 	}
-	for offset := range facts.GetTotalBytes() / 4000 {
+	for offset := range stats.GetTotalBytes() / 4000 {
 		offset *= 4000
 		read, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: r.GetJobId(), Offset: offset, MaxBytes: 8})
 		must(t, err)
@@ -565,19 +581,28 @@ func TestFastOutputFillsNoMemory(t *testing.T) {
 	if status.GetStdout().GetTotalBytes() != 1e9 || status.GetOutcome().GetExitCode() != 0 {
 		t.Errorf("status %v", status)
 	}
-	if mib := m.residentMiB(); mib > 100 {
+	if mib := m.memoryMiB(); mib > maxGuestMiB {
 		t.Errorf("the guest takes %d MiB", mib)
 	}
 }
 
-// residentMiB is the guest's memory.
-func (m *machine) residentMiB() int {
+// memoryMiB is the most memory that the guest ever took, less its program's pages.
+func (m *machine) memoryMiB() int {
 	m.t.Helper()
-	resident, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", m.process.Process.Pid))
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", m.process.Process.Pid))
 	must(m.t, err)
-	pages, err := strconv.Atoi(strings.Fields(string(resident))[1])
-	must(m.t, err)
-	return pages * os.Getpagesize() >> 20
+	var peak, file int
+	for line := range strings.Lines(string(status)) {
+		f := strings.Fields(line)
+		switch f[0] {
+		case "VmHWM:":
+			peak, err = strconv.Atoi(f[1])
+		case "RssFile:":
+			file, err = strconv.Atoi(f[1])
+		}
+		must(m.t, err)
+	}
+	return (peak - file) >> 10
 }
 
 func TestADiskThatIsFullStopsNoJob(t *testing.T) {
@@ -592,11 +617,11 @@ func TestADiskThatIsFullStopsNoJob(t *testing.T) {
 	r.Command.OutputLimitBytes = 64 << 20
 	m.begin(r)
 	status := m.wait(r.GetJobId())
-	facts := status.GetStdout()
-	if status.GetOutcome().GetExitCode() != 6 || facts.GetTotalBytes() != 30100000 || facts.GetDroppedBytes() == 0 {
+	stats := status.GetStdout()
+	if status.GetOutcome().GetExitCode() != 6 || stats.GetTotalBytes() != 30100000 || stats.GetDroppedBytes() == 0 {
 		t.Errorf("status %v", status)
 	}
-	if kept := facts.GetKept(); len(kept) == 0 || kept[len(kept)-1].GetTo() != 30100000 {
+	if kept := stats.GetKept(); len(kept) == 0 || kept[len(kept)-1].GetTo() != 30100000 {
 		t.Errorf("it did not recover: %v", kept)
 	}
 }
@@ -612,26 +637,21 @@ func TestListTellsWhatChanged(t *testing.T) {
 	if first := list(0, 0); len(first.GetStatuses()) != 0 || first.GetBootId() != m.hello.GetBootId() {
 		t.Errorf("at first %v", first)
 	}
-	type answer struct {
-		response *guestv1.ListResponse
-		took     time.Duration
-	}
-	answers := make(chan answer)
+	answers := make(chan *guestv1.ListResponse)
 	go func() {
-		begun := time.Now()
-		response, _ := m.calls.List(context.Background(), &guestv1.ListRequest{Wait: durationpb.New(10 * time.Second)})
-		answers <- answer{response, time.Since(begun)}
+		response, _ := m.calls.List(context.Background(), &guestv1.ListRequest{Wait: durationpb.New(time.Minute)})
+		answers <- response
 	}()
-	time.Sleep(50 * time.Millisecond)
-	r := shell("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do echo $i; sleep 0.1; done; exit 3")
+	let := filepath.Join(m.dir, "let")
+	r := shell("for i in $(seq 1000); do echo $i; done; while [ ! -e " + let + " ]; do sleep 0.01; done; exit 3")
 	m.begin(r)
 	a := <-answers
-	if len(a.response.GetStatuses()) != 1 || a.took > time.Second || a.response.GetStatuses()[0].GetDone() {
-		t.Errorf("the start: %v after %v", a.response, a.took)
+	if len(a.GetStatuses()) != 1 || a.GetStatuses()[0].GetDone() {
+		t.Fatalf("the start: %v", a)
 	}
-	cursor, growths := a.response.GetNextCursor(), 0
+	cursor, growths := a.GetNextCursor(), 0
 	for {
-		response := list(cursor, 10*time.Second)
+		response := list(cursor, time.Minute)
 		if len(response.GetStatuses()) != 1 || response.GetNextCursor() <= cursor || response.GetStatuses()[0].GetCursor() <= cursor {
 			t.Fatalf("a change: %v after %d", response, cursor)
 		}
@@ -643,9 +663,12 @@ func TestListTellsWhatChanged(t *testing.T) {
 			break
 		}
 		growths++
+		if response.GetStatuses()[0].GetStdout().GetTotalBytes() == 3893 {
+			must(t, os.WriteFile(let, nil, 0o600))
+		}
 	}
-	if growths < 1 || growths > 2 {
-		t.Errorf("1.5 s of output were announced %d times", growths)
+	if growths < 1 || growths > 100 {
+		t.Errorf("a thousand lines were announced %d times", growths)
 	}
 	begun := time.Now()
 	if response := list(cursor, 100*time.Millisecond); len(response.GetStatuses()) != 0 || time.Since(begun) < 100*time.Millisecond {
@@ -745,22 +768,30 @@ func TestAJobWithoutReadersIsKilledAfterItsGrace(t *testing.T) {
 	}
 	r, cancel := attached(0)
 	cancel()
-	if o := outcomeIn(r, 3*time.Second); o.GetCause() != berthv1.Cause_CAUSE_STOPPED || !strings.HasPrefix(o.GetReason(), "disconnected: ") {
+	if o := outcomeIn(r, time.Minute); o.GetCause() != berthv1.Cause_CAUSE_STOPPED || !strings.HasPrefix(o.GetReason(), "disconnected: ") {
 		t.Errorf("without grace: %v", o)
 	}
 	r, cancel = attached(300 * time.Millisecond)
-	cancel()
-	if o := outcomeIn(r, 100*time.Millisecond); o != nil {
-		t.Errorf("within the grace: %v", o)
-	}
-	// A reader that comes back saves it while it stays.
-	_, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: r.GetJobId(), Wait: durationpb.New(600 * time.Millisecond)})
+	// A second reader saves it while it stays.
+	reading, leave := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	stream, err := m.calls.Attach(reading)
 	must(t, err)
-	if o := outcomeIn(r, 0); o != nil {
+	must(t, stream.Send(&guestv1.AttachRequest{Message: &guestv1.AttachRequest_Open{Open: &guestv1.AttachOpen{JobId: r.GetJobId()}}}))
+	_, err = stream.Recv()
+	must(t, err)
+	go func() {
+		defer close(ended)
+		_, _ = stream.Recv()
+	}()
+	cancel()
+	if o := outcomeIn(r, 600*time.Millisecond); o != nil {
 		t.Errorf("killed beside a reader: %v", o)
 	}
-	// Who waits is no reader.
-	waited, err := m.calls.Wait(t.Context(), &guestv1.WaitRequest{JobId: r.GetJobId(), Wait: durationpb.New(3 * time.Second)})
+	leave()
+	<-ended
+	// A call that waits is no reader.
+	waited, err := m.calls.Wait(t.Context(), &guestv1.WaitRequest{JobId: r.GetJobId(), Wait: durationpb.New(time.Minute)})
 	must(t, err)
 	if o := waited.GetStatus().GetOutcome(); o.GetCause() != berthv1.Cause_CAUSE_STOPPED {
 		t.Errorf("after the reader left: %v", o)
@@ -768,7 +799,7 @@ func TestAJobWithoutReadersIsKilledAfterItsGrace(t *testing.T) {
 	started := argv("sleep", "60")
 	started.KillOnDisconnect, started.DisconnectGrace = true, durationpb.New(100*time.Millisecond)
 	m.begin(started)
-	if o := outcomeIn(started, 3*time.Second); o.GetCause() != berthv1.Cause_CAUSE_STOPPED {
+	if o := outcomeIn(started, time.Minute); o.GetCause() != berthv1.Cause_CAUSE_STOPPED {
 		t.Errorf("never attached: %v", o)
 	}
 	kept := argv("sleep", "60")
@@ -779,7 +810,7 @@ func TestAJobWithoutReadersIsKilledAfterItsGrace(t *testing.T) {
 		t.Errorf("a caller that leaves: %v", err)
 	}
 	if o := outcomeIn(kept, 300*time.Millisecond); o != nil {
-		t.Errorf("a job that may go on: %v", o)
+		t.Errorf("a job that may continue: %v", o)
 	}
 }
 
@@ -792,11 +823,7 @@ func TestTheEndOfTheGuestIsTheEndOfItsJobs(t *testing.T) {
 			m.begin(shell("sleep " + seconds))
 			_, err := m.calls.Run(t.Context(), &guestv1.RunRequest{Start: shell("setsid sleep " + seconds + " >/dev/null 2>&1 &"), Forget: true})
 			must(t, err)
-			begun := time.Now()
 			m.end()
-			if took := time.Since(begun); took > 8*time.Second {
-				t.Errorf("took %v", took)
-			}
 			if left := processesWith("sleep " + seconds); len(left) != 0 {
 				t.Errorf("left: %v", left)
 			}
@@ -829,11 +856,7 @@ func TestAsPID1ItSeesOnlyItsMachineAndReapsItsOrphans(t *testing.T) {
 		out := m.run(shell("cat /proc/[0-9]*/stat | grep -c '(sleep)'")).GetStdout().GetHead()
 		return strings.TrimSpace(string(out)) == "0"
 	})
-	begun := time.Now()
 	m.end() // TERM, and it exits 0
-	if took := time.Since(begun); took > 5*time.Second {
-		t.Errorf("it took %v to end", took)
-	}
 }
 
 // way is a way of keeping a job together.
@@ -859,7 +882,7 @@ func containments(t *testing.T) map[string]way {
 		"tag": {kind: guestv1.Containment_CONTAINMENT_TAG},
 		"process group": {
 			kind: guestv1.Containment_CONTAINMENT_PROCESS_GROUP,
-			how:  manner{script: `ulimit -x 1000; exec "$0"`}, // no room for a tag
+			how:  manner{script: `ulimit -x 1000; exec "$0"`}, // no space for a tag
 		},
 	}
 	if os.Getuid() == 0 {

@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"os"
@@ -11,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/refusal"
 	"github.com/berth-sandbox/berth/providers/guest/supervise"
 )
 
@@ -20,8 +22,8 @@ const errorDomain = "berth.guest.v1"
 const (
 	// tokenLength is a machine's token's, in bytes.
 	tokenLength = 32
-	// entropyMost is what is taken of a caller's entropy, in bytes: more than the kernel's pool holds.
-	entropyMost = 4096
+	// maxEntropy bounds the entropy taken from a caller, in bytes: more than the kernel's pool has.
+	maxEntropy = 4096
 )
 
 // service answers the broker's calls.
@@ -41,7 +43,7 @@ func (s *service) Run(ctx context.Context, r *guestv1.RunRequest) (*guestv1.RunR
 	return answer(s.supervisor.Run(ctx, r))
 }
 
-// Attach stays with a job.
+// Attach follows a job's output and feeds its input.
 func (s *service) Attach(stream guestv1.GuestService_AttachServer) error {
 	_, err := answer(&struct{}{}, s.supervisor.Attach(attachStream{stream}))
 	return err
@@ -82,7 +84,7 @@ func (s *service) Stop(ctx context.Context, r *guestv1.StopRequest) (*guestv1.St
 	return answer(s.supervisor.StopJob(ctx, r))
 }
 
-// List tells what changed.
+// List returns what changed.
 func (s *service) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1.ListResponse, error) {
 	return answer(s.supervisor.List(ctx, r))
 }
@@ -97,12 +99,12 @@ func (s *service) Quiesce(_ context.Context, r *guestv1.QuiesceRequest) (*guestv
 	return answer(s.supervisor.Quiesce(r), nil)
 }
 
-// Resumed goes on after a freeze, perhaps as another machine.
+// Resumed continues after a freeze, possibly as another machine.
 func (s *service) Resumed(ctx context.Context, r *guestv1.ResumedRequest) (*guestv1.ResumedResponse, error) {
 	if n := len(r.GetToken()); n != 0 && n != tokenLength {
 		return nil, status.Errorf(codes.InvalidArgument, "a token has %d bytes, not %d", tokenLength, n)
 	}
-	stirEntropy(r.GetEntropy())
+	addEntropy(r.GetEntropy())
 	response, err := answer(s.supervisor.Resumed(ctx, r))
 	if err == nil {
 		s.become(r)
@@ -110,7 +112,7 @@ func (s *service) Resumed(ctx context.Context, r *guestv1.ResumedRequest) (*gues
 	return response, err
 }
 
-// become is who the guest is from now on. Connections that were proved before stay so.
+// become changes the guest's identity. Connections that were proved before stay proved.
 func (s *service) become(r *guestv1.ResumedRequest) {
 	for {
 		before := s.identity.Load()
@@ -130,52 +132,51 @@ func (s *service) become(r *guestv1.ResumedRequest) {
 	}
 }
 
-// stirEntropy gives the kernel fresh randomness, as far as it takes any: copies of a machine would draw
-// the same numbers.
-func stirEntropy(entropy []byte) {
+// addEntropy mixes fresh randomness into the kernel's pool, if it can: copies of a machine would draw the
+// same numbers.
+func addEntropy(entropy []byte) {
 	device, err := os.OpenFile("/dev/urandom", os.O_WRONLY, 0)
 	if err != nil {
 		return
 	}
-	_, _ = device.Write(entropy[:min(len(entropy), entropyMost)])
+	_, _ = device.Write(entropy[:min(len(entropy), maxEntropy)])
 	_ = device.Close()
 }
 
-// answer gives an error its gRPC code.
+// answer converts an error to its gRPC status.
 func answer[R any](response *R, err error) (*R, error) {
 	if err == nil {
 		return response, nil
 	}
-	var refusal *supervise.Refusal
-	if !errors.As(err, &refusal) {
+	var refused *refusal.Error
+	if !errors.As(err, &refused) {
 		if _, known := status.FromError(err); known {
 			return nil, err // the connection's own
 		}
 		return nil, status.FromContextError(err).Err()
 	}
-	st := status.New(codeOf(refusal.Kind), refusal.Text)
-	if refusal.Reason != "" {
-		detailed, err := st.WithDetails(&errdetails.ErrorInfo{Reason: refusal.Reason, Domain: errorDomain})
-		if err == nil {
-			st = detailed
-		}
+	// The detail is what tells a refusal from a status that a library on the way made.
+	reason := cmp.Or(refused.Reason, "REFUSED")
+	st := status.New(codeOf(refused.Kind), refused.Text)
+	if detailed, err := st.WithDetails(&errdetails.ErrorInfo{Reason: reason, Domain: errorDomain}); err == nil {
+		st = detailed
 	}
 	return nil, st.Err()
 }
 
-func codeOf(kind supervise.Kind) codes.Code {
+func codeOf(kind refusal.Kind) codes.Code {
 	switch kind {
-	case supervise.Invalid:
+	case refusal.Invalid:
 		return codes.InvalidArgument
-	case supervise.Unknown:
+	case refusal.Unknown:
 		return codes.NotFound
-	case supervise.Precondition:
+	case refusal.Precondition:
 		return codes.FailedPrecondition
-	case supervise.Unsupported:
+	case refusal.Unsupported:
 		return codes.Unimplemented
-	case supervise.NoRoom:
+	case refusal.NoSpace:
 		return codes.ResourceExhausted
-	case supervise.Failed:
+	case refusal.Failed:
 	}
 	return codes.Internal
 }

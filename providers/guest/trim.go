@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// trimProgram unmaps the pages of the program's own code and constants, of which the start touched
-// most and a guest that waits needs few: what is needed comes back from the page cache. Without it an
-// idle guest counts 13 MB resident, with it 8.
+// trimProgram unmaps the pages of the program's own code and constants. Startup touches most of them and an
+// idle guest needs few; those come back from the page cache. An idle guest has 13 MB resident without it,
+// 8 MB with it.
 func trimProgram() {
 	self, err := os.Readlink("/proc/self/exe")
 	if err != nil {
@@ -22,7 +22,7 @@ func trimProgram() {
 	}
 	for line := range strings.Lines(string(maps)) {
 		f := strings.Fields(line)
-		// Only what is never written may be dropped.
+		// Only mappings that are never written may be dropped.
 		if len(f) < 6 || f[5] != self || f[1] != "r-xp" && f[1] != "r--p" {
 			continue
 		}

@@ -6,11 +6,13 @@ import (
 	"io"
 	"os"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/berth-sandbox/berth/providers/guest/launch"
 )
 
-// makeWorkspace makes the default working directory and gives it to the user whose the jobs are. One
-// that is there and holds something is left as it is: the image, or an earlier boot, made it so.
+// makeWorkspace creates the default working directory for the user of the jobs. One that exists and is not
+// empty, or that a link leads to, is left alone: the image or an earlier boot made it so.
 func makeWorkspace(path, user string) error {
 	if err := os.MkdirAll(path, 0o755); err != nil { //nolint:gosec // a job's user may be another
 		return fmt.Errorf("make the workspace: %w", err)
@@ -18,32 +20,23 @@ func makeWorkspace(path, user string) error {
 	if user == "" || os.Geteuid() != 0 {
 		return nil
 	}
-	empty, err := isEmpty(path)
-	if err != nil || !empty {
-		return err
+	dir, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open the workspace: %w", err)
+	}
+	defer func() { _ = dir.Close() }() // it was only read
+	if _, err := dir.Readdirnames(1); !errors.Is(err, io.EOF) {
+		return nil //nolint:nilerr // not empty, or not readable
 	}
 	uid, gid, err := launch.Owner(user)
 	if err != nil {
-		return nil //nolint:nilerr // each job says so, and one that names another user runs
+		return nil //nolint:nilerr // each job reports it, and one with another user runs
 	}
-	if err := os.Lchown(path, uid, gid); err != nil {
+	if err := dir.Chown(uid, gid); err != nil {
 		return fmt.Errorf("give the workspace to user %s: %w", user, err)
 	}
 	return nil
-}
-
-func isEmpty(path string) (bool, error) {
-	dir, err := os.Open(path)
-	if err != nil {
-		return false, fmt.Errorf("look into the workspace: %w", err)
-	}
-	defer func() { _ = dir.Close() }() // it was only read
-	_, err = dir.Readdirnames(1)
-	if errors.Is(err, io.EOF) {
-		return true, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("look into the workspace: %w", err)
-	}
-	return false, nil
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/user"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -48,7 +47,7 @@ func (p *Provider) Create(ctx context.Context, spec providers.MachineSpec) (prov
 	if m.foreign(p.broker) {
 		return providers.Handle{}, fmt.Errorf("machine %s belongs to broker %s: %w", m.id, m.record.BrokerID, providers.ErrRefused)
 	}
-	if m.doomed || m.place == placeGone {
+	if m.terminating || m.place == placeGone {
 		return providers.Handle{}, fmt.Errorf("machine %s is to be destroyed: %w", m.id, providers.ErrRefused)
 	}
 	return p.createAgain(ctx, m, spec)
@@ -70,6 +69,8 @@ func (p *Provider) check(spec providers.MachineSpec) error {
 		return refuse("its socket directory %q must be an absolute path", spec.ListenDir)
 	case spec.Image != "":
 		return refuse("local machines have no image")
+	case spec.FromSnapshot != "":
+		return refuse("local machines are made from no snapshot")
 	case spec.Workspace != "":
 		return refuse("the workspace of a local machine cannot be chosen")
 	case spec.Resources != providers.Resources{}:
@@ -129,12 +130,15 @@ func (p *Provider) undo(ctx context.Context, m *machine, cause error) error {
 
 // createAgain completes, boots again, or finds running what an earlier Create made.
 func (p *Provider) createAgain(ctx context.Context, m *machine, spec providers.MachineSpec) (providers.Handle, error) {
-	lock, err := p.adoptOrLock(ctx, m)
+	lock, err := p.reattachOrLock(ctx, m)
 	if err != nil {
 		return providers.Handle{}, err
 	}
 	if lock == nil {
-		return m.handle(), nil
+		if m.frozen() {
+			err = m.freeze(ctx, false)
+		}
+		return m.handle(), err
 	}
 	defer func() { _ = lock.Close() }() // the guest's own descriptor keeps it
 	program, err := p.guestProgram()
@@ -154,9 +158,11 @@ func (p *Provider) createAgain(ctx context.Context, m *machine, spec providers.M
 			return providers.Handle{}, fmt.Errorf("moving the sockets of machine %s: %w", m.id, err)
 		}
 	}
-	created := m.record.Created
+	// The process of the last boot stays on record until there is one of this boot: it says that the machine
+	// has run, so that it is stopped, and not half-made, when this boot fails or the broker dies in it.
+	created, last := m.record.Created, m.record.Guest
 	m.record = p.intent(spec)
-	m.record.Created = created
+	m.record.Created, m.record.Guest = created, last
 	if err := m.write(); err != nil {
 		return providers.Handle{}, classify(err)
 	}
@@ -170,10 +176,10 @@ func (p *Provider) createAgain(ctx context.Context, m *machine, spec providers.M
 	return m.handle(), nil
 }
 
-// adoptOrLock returns nil when the machine's guest lives, and is recorded now; else the lock.
-func (p *Provider) adoptOrLock(ctx context.Context, m *machine) (*os.File, error) {
+// reattachOrLock returns nil when the machine's guest lives, and is recorded now; else the lock.
+func (p *Provider) reattachOrLock(ctx context.Context, m *machine) (*os.File, error) {
 	for {
-		err := p.adopt(ctx, m)
+		err := p.reattach(ctx, m)
 		if err == nil || !errors.Is(err, errNoGuest) {
 			return nil, err
 		}
@@ -185,12 +191,12 @@ func (p *Provider) adoptOrLock(ctx context.Context, m *machine) (*os.File, error
 	}
 }
 
-// adopt makes sure that a living guest is recorded. errNoGuest when there is none.
-func (p *Provider) adopt(ctx context.Context, m *machine) error {
+// reattach makes sure that a living guest is recorded. errNoGuest when there is none.
+func (p *Provider) reattach(ctx context.Context, m *machine) error {
 	if m.record.Guest.alive() {
 		return nil
 	}
-	err := await(ctx, adoptPatience, func() (bool, error) {
+	err := await(ctx, reattachTimeout, func() (bool, error) {
 		held, err := lockHeld(m.dir)
 		if err != nil {
 			return false, err
@@ -205,7 +211,7 @@ func (p *Provider) adopt(ctx context.Context, m *machine) error {
 		m.record.Guest = guests[0]
 		return true, m.write()
 	})
-	if errors.Is(err, errPatience) {
+	if errors.Is(err, errTimeout) {
 		return fmt.Errorf("machine %s: its lock %s is held and no guest of it can be found: %w",
 			m.id, m.path(lockFile), providers.ErrAmbiguous)
 	}
@@ -299,10 +305,14 @@ func (p *Provider) boot(ctx context.Context, m *machine, spec providers.MachineS
 
 // start puts everything in place that the guest needs and starts it.
 func (p *Provider) start(ctx context.Context, m *machine, spec providers.MachineSpec, program string, lock *os.File) (*os.Process, error) {
-	for _, dir := range []string{m.path(workspaceDir), m.path(spoolDir), m.record.ListenDir} {
+	for _, dir := range []string{m.path(spoolDir), m.record.ListenDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, err
 		}
+	}
+	// What a job has put in the workspace's place is the commands' business and keeps no machine from booting.
+	if err := os.Mkdir(m.path(workspaceDir), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
 	}
 	var cgroup *os.File
 	if m.record.Cgroup != "" {
@@ -337,7 +347,7 @@ func (p *Provider) start(ctx context.Context, m *machine, spec providers.Machine
 	// os.Exit(137)
 	arguments := []string{"berth-guest", "serve", "--config", m.path(bootFile), "--lock-fd", strconv.Itoa(lockFD)}
 	return os.StartProcess(program, arguments, &os.ProcAttr{
-		Dir:   config.GetWorkspace(),
+		Dir:   m.dir,
 		Env:   environment(config.GetEnv()),
 		Files: []*os.File{input, output, output, lock},
 		Sys:   attributes(m.record.Isolation == isolationNamespace, cgroup),
@@ -356,19 +366,10 @@ func (m *machine) bootConfig(spec providers.MachineSpec) *guestv1.BootConfig {
 		Generation: spec.Generation,
 		Env: map[string]string{
 			"PATH":          defaultPath,
-			"HOME":          home(),
 			"LANG":          "C.UTF-8",
 			machineVariable: m.id,
 		},
 	}
-}
-
-// home returns the home directory of the broker's user, who is the machine's user too.
-func home() string {
-	if account, err := user.LookupId(strconv.Itoa(os.Geteuid())); err == nil && account.HomeDir != "" {
-		return account.HomeDir
-	}
-	return "/"
 }
 
 // environment is the guest's own: the machine's and nothing of the broker's.

@@ -5,106 +5,31 @@ import (
 	"errors"
 	"math/rand/v2"
 	"os"
-	"os/exec"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/berth-sandbox/berth/conformance/provider"
 	"github.com/berth-sandbox/berth/providers"
 )
 
-// crash runs a broker that ends itself at a failpoint as kill -9 would.
-func (y yard) crash(t *testing.T, verb, id, at string) {
-	t.Helper()
-	out, err := y.broker(t, programs.crasher, verb, id, "CRASH_AT="+at).CombinedOutput()
-	var exit *exec.ExitError
-	if !errors.As(err, &exit) || exit.ExitCode() != 137 {
-		t.Fatalf("the broker did not reach %s: %v\n%s", at, err, out)
-	}
-}
-
-func TestACrashWhileCreatingNeverBootsTwoAndLosesNone(t *testing.T) {
-	for _, c := range []struct {
-		at     string
-		finds  []providers.MachineState // nothing: ErrNotFound
-		guests int
-	}{
-		{"localBeforeDir", nil, 0},
-		{"localAfterDir", []providers.MachineState{providers.MachinePartial}, 0},
-		{"localBeforeSpawn", []providers.MachineState{providers.MachinePartial}, 0},
-		{"localAfterSpawn", []providers.MachineState{providers.MachineRunning}, 1},
-		{"localAfterRecord", []providers.MachineState{providers.MachineRunning}, 1},
-	} {
-		for _, then := range []string{"it is created again", "it is destroyed"} {
-			t.Run(c.at+" and then "+then, func(t *testing.T) {
-				eachMode(t, func(t *testing.T, y yard) {
-					id := newID()
-					y.crash(t, "create", id, c.at)
-					p := y.provider(t)
-					found, err := p.Inspect(t.Context(), id)
-					switch {
-					case c.finds == nil && !errors.Is(err, providers.ErrNotFound):
-						t.Errorf("Inspect: %+v, %v, want ErrNotFound", found, err)
-					case c.finds != nil && (err != nil || !slices.Contains(c.finds, found.State)):
-						t.Errorf("Inspect: %v, %v, want %v", found.State, err, c.finds)
-					}
-					listed, err := p.List(t.Context())
-					if err != nil || len(listed) != len(c.finds) {
-						t.Errorf("List: %+v, %v", listed, err)
-					}
-					before := y.guests(t, id)
-					if len(before) != c.guests {
-						t.Errorf("guests %v, want %d", before, c.guests)
-					}
-					if then == "it is destroyed" {
-						y.destroy(t, p, id)
-						return
-					}
-					y.create(t, p, id)
-					after := y.guests(t, id)
-					if len(after) != 1 || c.guests == 1 && after[0] != before[0] {
-						t.Errorf("guests %v before, %v after", before, after)
-					}
-					g := y.dial(t, p, id)
-					if got := g.run(t, "printf %s hello"); got != "hello" {
-						t.Errorf("a job says %q", got)
-					}
-					g.close()
-					y.destroy(t, p, id)
-				})
-			})
-		}
-	}
-}
-
-func TestACrashWhileDestroyingIsFinishedByTheNextDestroy(t *testing.T) {
-	for _, at := range []string{"localBeforeKill", "localAfterKill", "localBeforeRemove", "localAfterRemove"} {
+func TestAMachineWhoseDestroyWasBegunIsNotBootedAgain(t *testing.T) {
+	for _, at := range []string{"localBeforeKill", "localAfterKill", "localBeforeRemove"} {
 		t.Run(at, func(t *testing.T) {
 			eachMode(t, func(t *testing.T, y yard) {
-				id := newID()
-				broker := y.brokerUntilDone(t, "create", id)
-				y.crash(t, "destroy", id, at)
-				kill(t, broker)
-				p := y.provider(t)
-				found, err := p.Inspect(t.Context(), id)
-				if at == "localAfterRemove" {
-					if !errors.Is(err, providers.ErrNotFound) {
-						t.Errorf("Inspect: %+v, %v", found, err)
-					}
-				} else {
-					if err != nil || found.State != providers.MachinePartial {
-						t.Errorf("Inspect: %v, %v, want half-made", found.State, err)
-					}
-					if listed, err := p.List(t.Context()); err != nil || len(listed) != 1 {
-						t.Errorf("List: %+v, %v", listed, err)
-					}
-					if _, err := p.Create(t.Context(), y.spec(id)); !errors.Is(err, providers.ErrRefused) {
-						t.Errorf("Create of a doomed machine: %v, want ErrRefused", err)
-					}
-					if _, err := p.Dialer(t.Context(), y.machine(id)); !errors.Is(err, providers.ErrRefused) {
-						t.Errorf("Dialer of a doomed machine: %v, want ErrRefused", err)
-					}
+				p, id := y.provider(t), newID()
+				y.create(t, p, id)
+				if !y.crash(t, provider.Destroy, y.spec(id), at) {
+					t.Fatalf("the broker did not reach %s", at)
+				}
+				if got := state(t, p, id); got != providers.MachinePartial {
+					t.Errorf("it is %v", got)
+				}
+				if _, err := p.Create(t.Context(), y.spec(id)); !errors.Is(err, providers.ErrRefused) {
+					t.Errorf("Create: %v, want ErrRefused", err)
+				}
+				if _, err := p.Dialer(t.Context(), y.machine(id)); !errors.Is(err, providers.ErrRefused) {
+					t.Errorf("Dialer: %v, want ErrRefused", err)
 				}
 				y.destroy(t, p, id)
 			})

@@ -36,7 +36,7 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 		return fmt.Errorf("machine %s belongs to broker %s: %w", m.id, m.record.BrokerID, providers.ErrRefused)
 	}
 	if m.place == placeMade {
-		p.doom(m)
+		p.markTerminating(m)
 		if err := p.kill(ctx, m); err != nil {
 			return fmt.Errorf("destroying machine %s: %w", m.id, err)
 		}
@@ -82,10 +82,10 @@ func (p *Provider) removeRemnant(ctx context.Context, found providers.Machine) e
 	return nil
 }
 
-// doom marks the machine as one that is never booted again. A disk so full that it takes no empty
+// markTerminating marks the machine as one that is never booted again. A disk so full that it takes no empty
 // file must not keep a machine alive, so a failure is only told.
-func (p *Provider) doom(m *machine) {
-	file, err := os.OpenFile(m.path(doomedFile), os.O_WRONLY|os.O_CREATE, 0o600)
+func (p *Provider) markTerminating(m *machine) {
+	file, err := os.OpenFile(m.path(terminatingFile), os.O_WRONLY|os.O_CREATE, 0o600)
 	if err == nil {
 		err = errors.Join(file.Close(), syncDir(m.dir))
 	}
@@ -124,7 +124,7 @@ func (p *Provider) stopPlainGuest(ctx context.Context, m *machine) error {
 			return err
 		}
 	}
-	err = await(ctx, termPatience, func() (bool, error) {
+	err = await(ctx, termTimeout, func() (bool, error) {
 		for _, guest := range guests {
 			if guest.alive() {
 				return false, nil
@@ -132,7 +132,7 @@ func (p *Provider) stopPlainGuest(ctx context.Context, m *machine) error {
 		}
 		return true, nil
 	})
-	if errors.Is(err, errPatience) {
+	if errors.Is(err, errTimeout) {
 		return nil
 	}
 	return err
@@ -142,7 +142,7 @@ func (p *Provider) stopPlainGuest(ctx context.Context, m *machine) error {
 // held and nothing is found. A guest between fork and exec shows in the lock alone.
 func (p *Provider) killLeftovers(ctx context.Context, m *machine, held func() (bool, error)) error {
 	waiting := "its processes"
-	err := await(ctx, killPatience, func() (bool, error) {
+	err := await(ctx, killTimeout, func() (bool, error) {
 		locked, err := held() // first: what was found afterwards held no lock when it was free
 		if err != nil {
 			return false, err
@@ -154,7 +154,7 @@ func (p *Provider) killLeftovers(ctx context.Context, m *machine, held func() (b
 		waiting = left
 		return left == "", err
 	})
-	if errors.Is(err, errPatience) {
+	if errors.Is(err, errTimeout) {
 		return fmt.Errorf("%s of machine %s were killed and do not end: %w", waiting, m.id, err)
 	}
 	if err != nil {
@@ -164,7 +164,7 @@ func (p *Provider) killLeftovers(ctx context.Context, m *machine, held func() (b
 		return nil
 	}
 	// A cgroup in which was killed kills newcomers on some kernels: it is never used again.
-	err = await(ctx, cgroupPatience, func() (bool, error) {
+	err = await(ctx, cgroupTimeout, func() (bool, error) {
 		err := p.removeCgroup(m.record.Cgroup)
 		if errors.Is(err, syscall.EBUSY) {
 			return false, nil

@@ -106,7 +106,7 @@ func tryGuest(program string) error {
 	if err := child.Start(); err != nil {
 		return err
 	}
-	late := time.AfterFunc(probePatience, func() { _ = child.Process.Kill() }) // gone is as good
+	late := time.AfterFunc(probeTimeout, func() { _ = child.Process.Kill() }) // gone is as good
 	defer late.Stop()
 	err := child.Wait()
 	if first, _, _ := strings.Cut(words.String(), "\n"); err != nil && first != "" {

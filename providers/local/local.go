@@ -38,21 +38,21 @@ const (
 	// maxGuestLog is how large a guest's log may be, in bytes, when it is booted again; a larger one
 	// is begun anew. A guest writes a few lines at most.
 	maxGuestLog = 1 << 20
-	// termPatience is how long a guest of a plain machine gets to kill what it started before it is
+	// termTimeout is how long a guest of a plain machine gets to kill what it started before it is
 	// killed itself: it knows its processes better than a look at /proc does.
-	termPatience = 5 * time.Second
-	// killPatience is how long killed processes may take to be gone; longer means that the kernel
+	termTimeout = 5 * time.Second
+	// killTimeout is how long killed processes may take to be gone; longer means that the kernel
 	// holds them.
-	killPatience = 30 * time.Second
-	// adoptPatience is how long a guest that holds its lock may be invisible: one that is between
+	killTimeout = 30 * time.Second
+	// reattachTimeout is how long a guest that holds its lock may be invisible: one that is between
 	// fork and exec does not bear its own name yet.
-	adoptPatience = 2 * time.Second
-	// probePatience is how long the guest's program may take to try what it must be able to do; it takes
+	reattachTimeout = 15 * time.Second
+	// probeTimeout is how long the guest's program may take to try what it must be able to do; it takes
 	// a few milliseconds.
-	probePatience = 10 * time.Second
-	// cgroupPatience is how long an empty cgroup may refuse to be removed: the kernel finishes with
+	probeTimeout = 10 * time.Second
+	// cgroupTimeout is how long an empty cgroup may refuse to be removed: the kernel finishes with
 	// its dead processes a moment after they are gone.
-	cgroupPatience = 2 * time.Second
+	cgroupTimeout = 15 * time.Second
 	// pollMin and pollMax bound the pauses between two looks at something that is about to happen.
 	pollMin = 500 * time.Microsecond
 	pollMax = 50 * time.Millisecond
@@ -299,12 +299,12 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	if m.foreign(p.broker) {
 		return nil, fmt.Errorf("machine %s belongs to another broker: %w", machine.ID, providers.ErrNotFound)
 	}
-	if m.place != placeMade || m.doomed {
+	if m.place != placeMade || m.terminating {
 		return nil, fmt.Errorf("machine %s is half made or half destroyed: %w", machine.ID, providers.ErrRefused)
 	}
 	// Whoever speaks to a guest starts jobs in it, so from here on the machine has been booted, also
 	// when a crash kept Create from saying so.
-	if err := p.adopt(ctx, m); err != nil && !errors.Is(err, errNoGuest) {
+	if err := p.reattach(ctx, m); err != nil && !errors.Is(err, errNoGuest) {
 		return nil, err
 	}
 	dialer, err := reverse.Listen(m.record.ListenDir)
@@ -314,7 +314,7 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	return dialer, nil
 }
 
-// remedies are what helps where the host has no room, by what it says then.
+// remedies are what helps where the host ran out of something, by its error.
 var remedies = map[syscall.Errno]string{
 	syscall.ENOSPC: "free disk space in berthd's state directory",
 	syscall.EDQUOT: "free disk space in berthd's state directory, or raise the quota",
@@ -342,10 +342,10 @@ func classify(err error) error {
 // errNoGuest says that a machine has no guest that lives.
 var errNoGuest = errors.New("no guest runs")
 
-// errPatience says that something took longer than it may.
-var errPatience = errors.New("still not so")
+// errTimeout says that something took longer than it may.
+var errTimeout = errors.New("still not so")
 
-// await looks again and again, with growing pauses, until done says so; errPatience after limit.
+// await looks again and again, with growing pauses, until done says so; errTimeout after limit.
 func await(ctx context.Context, limit time.Duration, done func() (bool, error)) error {
 	end := time.Now().Add(limit)
 	for pause := pollMin; ; pause = min(2*pause, pollMax) {
@@ -354,7 +354,7 @@ func await(ctx context.Context, limit time.Duration, done func() (bool, error)) 
 			return err
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("after %v: %w", limit, errPatience)
+			return fmt.Errorf("after %v: %w", limit, errTimeout)
 		}
 		select {
 		case <-ctx.Done():

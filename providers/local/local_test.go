@@ -3,17 +3,13 @@ package local_test
 import (
 	"bytes"
 	"context"
-	"crypto/hmac"
-	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,80 +17,52 @@ import (
 	"testing"
 	"time"
 
-	"github.com/oklog/ulid/v2"
-	"go.uber.org/goleak"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/protobuf/types/known/durationpb"
-
-	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/conformance/failpoint"
+	"github.com/berth-sandbox/berth/conformance/fixture"
+	"github.com/berth-sandbox/berth/conformance/provider"
 	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/local"
 )
 
-const brokerID = "testbroker"
+const brokerID = provider.BrokerID
 
-// The programs that the tests run, built once: the guest, a broker that makes or destroys one
-// machine, and the same with its failpoints armed by CRASH_AT.
-var programs struct{ guest, creator, crasher string }
-
-func TestMain(m *testing.M) {
-	bin, err := os.MkdirTemp("", "berth-local-test")
-	check(err)
-	check(os.Chmod(bin, 0o755)) // for the tests that are not root
-	programs.guest = filepath.Join(bin, "berth-guest")
-	programs.creator = filepath.Join(bin, "creator")
-	programs.crasher = filepath.Join(bin, "crasher")
-	build("-o", programs.guest, "../guest/cmd/berth-guest")
-	build("-o", programs.creator, "./testdata/creator")
-	build("-overlay", armFailpoints(bin), "-o", programs.crasher, "./testdata/creator")
-	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
-		// A broker that was killed while it probed the host leaves the probe's cgroup for the next one.
-		check(exec.Command(programs.creator, "info", filepath.Join(bin, "local"), "", programs.guest, "", "auto").Run())
-		check(os.RemoveAll(bin))
-		os.Exit(code)
-	}))
+// programs are what the tests run, built once: the guest, a broker that makes or destroys one machine, and
+// the same with its failpoints armed.
+var programs struct {
+	guest, creator, crasher string
+	failpoints              []string
 }
 
-func check(err error) {
-	if err != nil {
-		fmt.Println(err)
-		os.Exit(1)
+func TestMain(m *testing.M) { fixture.Main(m, removeProbe) }
+
+// build builds the programs.
+func build(t testing.TB) {
+	t.Helper()
+	programs.guest = fixture.Guest(t)
+	if programs.crasher != "" {
+		return
 	}
-}
-
-func build(arguments ...string) {
-	cmd := exec.Command("go", append([]string{"build"}, arguments...)...)
+	programs.creator = filepath.Join(fixture.Dir(t), "creator")
+	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", programs.creator, "./testdata/creator")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
-		fmt.Printf("go build %v: %v\n%s", arguments, err, out)
-		os.Exit(1)
+		t.Fatalf("go build: %v: %s", err, out)
 	}
+	crasher := filepath.Join(fixture.Dir(t), "crasher")
+	var err error
+	if programs.failpoints, err = failpoint.BuildArmed(t.Context(), "./testdata/creator", crasher); err != nil {
+		t.Fatal(err)
+	}
+	programs.crasher = crasher
 }
 
-var failpoint = regexp.MustCompile(`// gofail: var (\w+) struct\{\}\n\s*// os.Exit\(137\)\n`)
-
-// armFailpoints writes this room's sources anew with each failpoint an exit that CRASH_AT chooses,
-// and returns the overlay that puts them in place of the real ones.
-func armFailpoints(dir string) string {
-	here, err := os.Getwd()
-	check(err)
-	sources, err := filepath.Glob("*.go")
-	check(err)
-	replace := map[string]string{}
-	for _, source := range sources {
-		content, err := os.ReadFile(source)
-		check(err)
-		armed := failpoint.ReplaceAll(content, []byte("if os.Getenv(\"CRASH_AT\") == \"$1\" {\n os.Exit(137)\n}\n"))
-		to := filepath.Join(dir, source)
-		check(os.WriteFile(to, armed, 0o600))
-		replace[filepath.Join(here, source)] = to
+// removeProbe removes the cgroup that a broker leaves for the next one that was killed while it probed the host.
+func removeProbe() error {
+	if programs.creator == "" {
+		return nil
 	}
-	overlay, err := json.Marshal(map[string]any{"Replace": replace})
-	check(err)
-	path := filepath.Join(dir, "overlay.json")
-	check(os.WriteFile(path, overlay, 0o600))
-	return path
+	dir := filepath.Join(filepath.Dir(programs.creator), "local")
+	return exec.Command(programs.creator, "info", dir, "", programs.guest, "", "auto").Run()
 }
 
 // modes are the ways in which machines are kept apart; the first is plain where the tests may do no
@@ -110,6 +78,7 @@ type yard struct {
 
 func newYard(t *testing.T, mode local.IsolationMode) yard {
 	t.Helper()
+	build(t)
 	base, err := os.MkdirTemp("", "bl") // short, unlike t.TempDir
 	if err != nil {
 		t.Fatal(err)
@@ -141,7 +110,7 @@ func (y yard) provider(t testing.TB) *local.Provider {
 	return p
 }
 
-func newID() string { return "m_" + ulid.Make().String() }
+func newID() string { return provider.NewID() }
 
 var token = bytes.Repeat([]byte("t"), 32)
 
@@ -203,9 +172,13 @@ func (y yard) traces(t testing.TB, id string) []string {
 		}
 	}
 	for _, root := range []string{y.dir, y.sockets, "/sys/fs/cgroup"} {
-		_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
-			if err == nil && strings.Contains(path, id) {
-				left = append(left, "file "+path)
+		_ = filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || !strings.Contains(path, id) {
+				return nil //nolint:nilerr // what goes meanwhile is not left
+			}
+			left = append(left, "file "+path)
+			if entry.IsDir() {
+				return filepath.SkipDir
 			}
 			return nil
 		})
@@ -257,7 +230,7 @@ func (y yard) guests(t testing.TB, id string) []int {
 
 func eventually(t testing.TB, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(90 * time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 		if is() {
 			return
 		}
@@ -265,12 +238,8 @@ func eventually(t testing.TB, what string, is func() bool) {
 	t.Fatalf("never so: %s", what)
 }
 
-// guest is a connection to a machine's guest, as the broker makes it.
-type guest struct {
-	guestv1.GuestServiceClient
-	hello *guestv1.HelloResponse
-	close func()
-}
+// guest is a connection to a machine's guest.
+type guest struct{ *provider.Guest }
 
 func (y yard) dial(t testing.TB, p *local.Provider, id string) guest {
 	t.Helper()
@@ -278,55 +247,19 @@ func (y yard) dial(t testing.TB, p *local.Provider, id string) guest {
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer func() { _ = dialer.Close() }() // the stream lives on
 	if err := os.Chown(filepath.Join(y.sockets, id, "guest.sock"), y.owner, -1); err != nil && y.owner != 0 {
 		t.Fatal(err)
 	}
-	conn, err := grpc.NewClient("passthrough:///guest",
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return dialer.Dial(ctx) }))
+	g, err := provider.ConnectThrough(t, dialer, y.spec(id))
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := guest{GuestServiceClient: guestv1.NewGuestServiceClient(conn), close: func() {
-		_ = conn.Close()
-		_ = dialer.Close()
-	}}
-	nonce := bytes.Repeat([]byte("n"), 32)
-	proof := hmac.New(sha256.New, token)
-	proof.Write([]byte("berth broker"))
-	proof.Write(nonce)
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-	defer cancel()
-	g.hello, err = g.Hello(ctx, &guestv1.HelloRequest{
-		Protocol: 1, Build: "test", MachineId: id, Nonce: nonce, Proof: proof.Sum(nil),
-	}, grpc.WaitForReady(true))
-	if err != nil {
-		g.close()
-		log, _ := os.ReadFile(filepath.Join(y.dir, id, "guest.log"))
-		t.Fatalf("Hello: %v\nguest.log: %s", err, log)
-	}
-	return g
+	return guest{g}
 }
 
 // run runs a script in the machine and returns its output.
-func (g guest) run(t testing.TB, script string) string {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-	defer cancel()
-	answer, err := g.Run(ctx, &guestv1.RunRequest{
-		MaxOutputBytes: 1 << 16,
-		Start: &guestv1.StartRequest{
-			JobId: "job_" + ulid.Make().String(),
-			Command: &guestv1.Command{
-				Shell: script, KillGrace: durationpb.New(time.Second), OutputLimitBytes: 1 << 16,
-			},
-		},
-	})
-	if err != nil {
-		t.Fatalf("running %q: %v", script, err)
-	}
-	return string(answer.GetStdout().GetHead())
-}
+func (g guest) run(script string) string { return g.Shell(script).Out }
 
 // broker runs one of the programs as a broker of its own on this yard's machines.
 func (y yard) broker(t testing.TB, program, verb, id string, environment ...string) *exec.Cmd {
@@ -334,12 +267,6 @@ func (y yard) broker(t testing.TB, program, verb, id string, environment ...stri
 	cmd := exec.Command(program, verb, y.dir, filepath.Join(y.sockets, id), programs.guest, id, string(y.mode))
 	cmd.Env = append(os.Environ(), environment...)
 	return cmd
-}
-
-// brokerUntilDone starts a broker, waits until it has done its one thing, and returns it alive.
-func (y yard) brokerUntilDone(t testing.TB, verb, id string) *exec.Cmd {
-	t.Helper()
-	return untilDone(t, y.broker(t, programs.creator, verb, id))
 }
 
 func untilDone(t testing.TB, cmd *exec.Cmd) *exec.Cmd {
@@ -372,60 +299,102 @@ func eachMode(t *testing.T, test func(t *testing.T, y yard)) {
 	}
 }
 
-func TestAMachineLivesFromCreateToDestroy(t *testing.T) {
+func TestAMachinesFilesAreItsBrokersAlone(t *testing.T) {
 	eachMode(t, func(t *testing.T, y yard) {
 		p, id := y.provider(t), newID()
-		if _, err := p.Inspect(t.Context(), id); !errors.Is(err, providers.ErrNotFound) {
-			t.Fatalf("before Create: %v", err)
-		}
 		y.create(t, p, id)
-		if got := state(t, p, id); got != providers.MachineRunning {
-			t.Fatalf("after Create it is %v", got)
+		dialer, err := p.Dialer(t.Context(), y.machine(id))
+		if err != nil {
+			t.Fatal(err)
 		}
-		g := y.dial(t, p, id)
-		defer g.close()
-		if got := g.hello.GetMachineId(); got != id {
-			t.Errorf("the guest says it is in %s", got)
-		}
-		if got := g.run(t, "printf %s hello"); got != "hello" {
-			t.Errorf("a job says %q", got)
-		}
+		defer func() { _ = dialer.Close() }()
 		for path, want := range map[string]os.FileMode{
-			filepath.Join(y.dir, id):                          0o700,
-			filepath.Join(y.dir, id, "boot.json"):             0o600,
-			filepath.Join(y.dir, id, "machine.json"):          0o600,
-			filepath.Join(y.dir, id, "guest.log"):             0o600,
-			filepath.Join(y.sockets, id):                      0o700,
-			filepath.Join(y.sockets, id) + "/" + "guest.sock": 0o600,
-			filepath.Join(y.dir, id, "workspace"):             0o700,
-			filepath.Join(y.dir, id, "spool"):                 0o700,
+			filepath.Join(y.dir, id):                   0o700,
+			filepath.Join(y.dir, id, "boot.json"):      0o600,
+			filepath.Join(y.dir, id, "machine.json"):   0o600,
+			filepath.Join(y.dir, id, "guest.log"):      0o600,
+			filepath.Join(y.sockets, id):               0o700,
+			filepath.Join(y.sockets, id, "guest.sock"): 0o600,
+			filepath.Join(y.dir, id, "workspace"):      0o700,
+			filepath.Join(y.dir, id, "spool"):          0o700,
 		} {
 			info, err := os.Stat(path)
 			if err != nil {
 				t.Error(err)
-				continue
-			}
-			if got := info.Mode().Perm(); got != want {
+			} else if got := info.Mode().Perm(); got != want {
 				t.Errorf("%s has mode %o, want %o", path, got, want)
 			}
-		}
-		y.destroy(t, p, id)
-		if err := p.Destroy(t.Context(), y.machine(id)); err != nil {
-			t.Errorf("the second Destroy: %v", err)
 		}
 	})
 }
 
-func TestCreateIsTheSameOnARunningMachine(t *testing.T) {
-	eachMode(t, func(t *testing.T, y yard) {
-		p, id := y.provider(t), newID()
-		y.create(t, p, id)
-		first := y.guests(t, id)
-		y.create(t, p, id)
-		if second := y.guests(t, id); len(first) != 1 || !slices.Equal(first, second) {
-			t.Errorf("guests %v, then %v", first, second)
+func TestWhatIsNoMachineInTheDirectoryIsLeftAlone(t *testing.T) {
+	y := newYard(t, local.IsolationAuto)
+	p, id := y.provider(t), newID()
+	y.create(t, p, id)
+	for _, stranger := range []string{"lost+found", "m_no_record", ".cache"} {
+		if err := os.Mkdir(filepath.Join(y.dir, stranger), 0o700); err != nil {
+			t.Fatal(err)
 		}
-	})
+	}
+	if err := os.WriteFile(filepath.Join(y.dir, "m_file"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if found, err := p.List(t.Context()); err != nil || len(found) != 1 || found[0].ID != id {
+		t.Errorf("List: %+v, %v", found, err)
+	}
+}
+
+func TestASocketDirectoryInUseIsRefusedAndLeftAlone(t *testing.T) {
+	y := newYard(t, local.IsolationAuto)
+	spec := y.spec(newID())
+	spec.ListenDir = filepath.Join(filepath.Dir(y.dir), "full")
+	precious := filepath.Join(spec.ListenDir, "precious")
+	if err := os.MkdirAll(precious, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	_, err := y.provider(t).Create(t.Context(), spec)
+	if !errors.Is(err, providers.ErrRefused) || !strings.Contains(err.Error(), "precious") {
+		t.Errorf("Create: %v, want ErrRefused that names what is there", err)
+	}
+	if left := y.traces(t, spec.MachineID); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+	if _, err := os.Stat(precious); err != nil {
+		t.Error(err)
+	}
+}
+
+// In place of the workspace a job may leave anything.
+func TestAMachineBootsWhateverItsWorkspaceIs(t *testing.T) {
+	for name, put := range map[string]func(path string) error{
+		"a file":             func(path string) error { return os.WriteFile(path, nil, 0o600) },
+		"a dangling link":    func(path string) error { return os.Symlink("nowhere", path) },
+		"a link in a circle": func(path string) error { return os.Symlink("workspace", path) },
+		"nothing":            func(string) error { return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			y := newYard(t, local.IsolationNone)
+			p, id := y.provider(t), newID()
+			y.create(t, p, id)
+			for _, pid := range y.guests(t, id) {
+				if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+					t.Fatal(err)
+				}
+			}
+			eventually(t, "it is stopped", func() bool { return state(t, p, id) == providers.MachineStopped })
+			workspace := filepath.Join(y.dir, id, "workspace")
+			if err := os.RemoveAll(workspace); err != nil {
+				t.Fatal(err)
+			}
+			if err := put(workspace); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := p.Create(t.Context(), y.spec(id)); err != nil {
+				t.Errorf("it does not boot: %v", err)
+			}
+		})
+	}
 }
 
 func TestInfoSaysWhatThisHostGives(t *testing.T) {
@@ -491,7 +460,7 @@ func TestNothingOfTheBrokerReachesAMachine(t *testing.T) {
 			}
 		}
 		slices.Sort(keys)
-		if want := []string{"BERTH_MACHINE_ID", "HOME", "LANG", "PATH"}; !slices.Equal(keys, want) {
+		if want := []string{"BERTH_MACHINE_ID", "LANG", "PATH"}; !slices.Equal(keys, want) {
 			t.Errorf("the guest's environment has %v, want %v", keys, want)
 		}
 		line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
@@ -511,93 +480,6 @@ func TestNothingOfTheBrokerReachesAMachine(t *testing.T) {
 			t.Errorf("the guest is in the process group %d", session)
 		}
 		kill(t, broker)
-		y.destroy(t, p, id)
-	})
-}
-
-func TestAMachineSurvivesItsBroker(t *testing.T) {
-	eachMode(t, func(t *testing.T, y yard) {
-		id := newID()
-		kill(t, y.brokerUntilDone(t, "create", id))
-		before := y.guests(t, id)
-		p := y.provider(t)
-		if got := state(t, p, id); got != providers.MachineRunning {
-			t.Fatalf("it is %v", got)
-		}
-		y.create(t, p, id)
-		if after := y.guests(t, id); len(before) != 1 || !slices.Equal(before, after) {
-			t.Fatalf("guests %v before, %v after", before, after)
-		}
-		g := y.dial(t, p, id)
-		if got := g.run(t, "printf %s hello"); got != "hello" {
-			t.Errorf("a job says %q", got)
-		}
-		g.close()
-		y.destroy(t, p, id)
-	})
-}
-
-func TestDestroyTakesEveryProcess(t *testing.T) {
-	eachMode(t, func(t *testing.T, y yard) {
-		p, id := y.provider(t), newID()
-		y.create(t, p, id)
-		g := y.dial(t, p, id)
-		defer g.close()
-		mark := strconv.FormatInt(time.Now().UnixNano(), 10) // seconds to sleep, and to be found by
-		scripts := []string{
-			"sleep " + mark + " >/dev/null 2>&1 &",
-			"setsid sh -c 'sleep " + mark + " & sleep " + mark + " & exit' >/dev/null 2>&1 </dev/null &",
-			"(setsid sh -c 'trap \"\" TERM HUP INT; sleep " + mark + "; sleep " + mark + "' >/dev/null 2>&1 &)",
-		}
-		count := 5
-		if y.mode == local.IsolationAuto && os.Geteuid() == 0 {
-			scripts = append(scripts, "env -i setsid /bin/sh -c '/bin/sleep "+mark+" & exit' >/dev/null 2>&1 &")
-			count = 6
-		}
-		for _, script := range scripts {
-			g.run(t, script)
-		}
-		eventually(t, "all of them run", func() bool { return len(processesNamed(t, "sleep\x00"+mark)) >= count-1 })
-		start := time.Now()
-		y.destroy(t, p, id)
-		t.Logf("destroyed in %v", time.Since(start))
-		if left := processesNamed(t, mark); len(left) > 0 {
-			t.Errorf("processes %v are left", left)
-		}
-	})
-}
-
-func TestAMachineWhoseGuestDiedBootsAgainOnItsOwnDisk(t *testing.T) {
-	eachMode(t, func(t *testing.T, y yard) {
-		p, id := y.provider(t), newID()
-		y.create(t, p, id)
-		g := y.dial(t, p, id)
-		mark := strconv.FormatInt(time.Now().UnixNano(), 10)
-		g.run(t, "echo kept > file; setsid sleep "+mark+" >/dev/null 2>&1 &")
-		eventually(t, "the job runs", func() bool { return len(processesNamed(t, "sleep\x00"+mark)) == 1 })
-		g.close()
-		died := y.guests(t, id)[0]
-		if err := syscall.Kill(died, syscall.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
-		// Though its job may live on, the lock is free: it was the guest's alone.
-		eventually(t, "it is stopped", func() bool { return state(t, p, id) == providers.MachineStopped })
-		spec := y.spec(id)
-		spec.Generation = 2
-		if _, err := p.Create(t.Context(), spec); err != nil {
-			t.Fatal(err)
-		}
-		if left := processesNamed(t, "sleep\x00"+mark); len(left) > 0 {
-			t.Errorf("a job of the old generation runs: %v", left)
-		}
-		g = y.dial(t, p, id)
-		defer g.close()
-		if got := g.hello.GetGeneration(); got != 2 {
-			t.Errorf("the guest is in generation %d", got)
-		}
-		if got := g.run(t, "cat file"); got != "kept\n" {
-			t.Errorf("the file says %q", got)
-		}
 		y.destroy(t, p, id)
 	})
 }
@@ -657,108 +539,6 @@ func TestAnotherProcessWithTheSamePidIsNotTheGuest(t *testing.T) {
 				t.Errorf("the other process was hit: %v", err)
 			}
 		})
-	}
-}
-
-func TestListShowsThisBrokersMachinesAlone(t *testing.T) {
-	y := newYard(t, local.IsolationAuto)
-	p := y.provider(t)
-	mine := []string{newID(), newID()}
-	for _, id := range mine {
-		y.create(t, p, id)
-	}
-	for _, stranger := range []string{"lost+found", "m_no_record", ".cache"} {
-		if err := os.Mkdir(filepath.Join(y.dir, stranger), 0o700); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := os.WriteFile(filepath.Join(y.dir, "m_file"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	others, err := local.New(local.Options{
-		Dir: y.dir, BrokerID: "other", GuestPath: func(string) (string, error) { return programs.guest, nil },
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = others.Close() }()
-	theirs := newID()
-	spec := y.spec(theirs)
-	spec.BrokerID = "other"
-	if _, err := others.Create(t.Context(), spec); err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := others.Destroy(context.Background(), y.machine(theirs)); err != nil {
-			t.Error(err)
-		}
-	}()
-	machines, err := p.List(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	var found []string
-	for _, m := range machines {
-		found = append(found, m.ID)
-		if m.State != providers.MachineRunning || m.Created.IsZero() || m.ListenDir != filepath.Join(y.sockets, m.ID) {
-			t.Errorf("%+v", m)
-		}
-	}
-	slices.Sort(found)
-	slices.Sort(mine)
-	if !slices.Equal(found, mine) {
-		t.Errorf("found %v, want %v", found, mine)
-	}
-	if _, err := p.Inspect(t.Context(), theirs); !errors.Is(err, providers.ErrNotFound) {
-		t.Errorf("Inspect of another broker's machine: %v", err)
-	}
-	if err := p.Destroy(t.Context(), y.machine(theirs)); !errors.Is(err, providers.ErrRefused) {
-		t.Errorf("Destroy of another broker's machine: %v", err)
-	}
-	if len(y.guests(t, theirs)) != 1 {
-		t.Error("another broker's guest is gone")
-	}
-}
-
-func TestWhatALocalMachineCannotBeIsRefusedAndLeavesNothing(t *testing.T) {
-	y := newYard(t, local.IsolationAuto)
-	p := y.provider(t)
-	full := filepath.Join(filepath.Dir(y.dir), "full")
-	if err := os.MkdirAll(filepath.Join(full, "precious"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	for what, c := range map[string]struct {
-		change func(*providers.MachineSpec)
-		says   string
-	}{
-		"an image":                    {func(s *providers.MachineSpec) { s.Image = "debian" }, "image"},
-		"a workspace":                 {func(s *providers.MachineSpec) { s.Workspace = "/w" }, "workspace"},
-		"a limit":                     {func(s *providers.MachineSpec) { s.Resources.PIDs = 1 }, "limits"},
-		"no egress":                   {func(s *providers.MachineSpec) { s.Egress.Mode = providers.EgressNone }, "egress"},
-		"an option":                   {func(s *providers.MachineSpec) { s.Options = map[string]string{"a": "b"} }, "options"},
-		"another broker":              {func(s *providers.MachineSpec) { s.BrokerID = "other" }, "other"},
-		"no token":                    {func(s *providers.MachineSpec) { s.Token = nil }, "token"},
-		"an id that is a path":        {func(s *providers.MachineSpec) { s.MachineID = "m_/../x" }, "id"},
-		"a relative socket directory": {func(s *providers.MachineSpec) { s.ListenDir = "s" }, "absolute"},
-		"a socket path too long": {
-			func(s *providers.MachineSpec) { s.ListenDir = "/tmp/" + strings.Repeat("x", 120) }, "shorter runtime directory",
-		},
-		"a socket directory in use": {func(s *providers.MachineSpec) { s.ListenDir = full }, "precious"},
-	} {
-		t.Run(what, func(t *testing.T) {
-			spec := y.spec(newID())
-			c.change(&spec)
-			_, err := p.Create(t.Context(), spec)
-			if !errors.Is(err, providers.ErrRefused) || !strings.Contains(err.Error(), c.says) {
-				t.Errorf("got %v, want ErrRefused that says %q", err, c.says)
-			}
-			if left := y.traces(t, spec.MachineID); len(left) > 0 {
-				t.Errorf("left behind: %v", left)
-			}
-		})
-	}
-	if _, err := os.Stat(filepath.Join(full, "precious")); err != nil {
-		t.Error(err)
 	}
 }
 

@@ -32,15 +32,15 @@ import (
 //	workspace/    where the agent works
 //	spool/        the guest's own
 const (
-	stagedPrefix = ".new-"
-	gonePrefix   = ".gone-"
-	recordFile   = "machine.json"
-	bootFile     = "boot.json"
-	doomedFile   = "doomed"
-	logFile      = "guest.log"
-	lastWords    = 2 << 10 // of that log, at most, in a Note
-	workspaceDir = "workspace"
-	spoolDir     = "spool"
+	stagedPrefix    = ".new-"
+	gonePrefix      = ".gone-"
+	recordFile      = "machine.json"
+	bootFile        = "boot.json"
+	terminatingFile = "doomed"
+	logFile         = "guest.log"
+	lastWords       = 2 << 10 // of that log, at most, in a Note
+	workspaceDir    = "workspace"
+	spoolDir        = "spool"
 )
 
 // place is which of its three names a machine's directory bears.
@@ -54,11 +54,11 @@ const (
 
 // machine is a machine as it lies on the disk.
 type machine struct {
-	id     string
-	dir    string
-	place  place
-	doomed bool
-	record record
+	id          string
+	dir         string
+	place       place
+	terminating bool
+	record      record
 }
 
 // record is what machine.json holds.
@@ -153,8 +153,8 @@ func (m *machine) read() error {
 	if m.record.Version != recordVersion {
 		return fmt.Errorf("%s has layout %d and this build knows %d: use the build that wrote it", path, m.record.Version, recordVersion)
 	}
-	if _, err := os.Lstat(filepath.Join(m.dir, doomedFile)); err == nil {
-		m.doomed = true
+	if _, err := os.Lstat(filepath.Join(m.dir, terminatingFile)); err == nil {
+		m.terminating = true
 	}
 	return nil
 }
@@ -186,7 +186,7 @@ func (m *machine) describe() (providers.Machine, error) {
 }
 
 func (m *machine) state() (providers.MachineState, error) {
-	if m.place != placeMade || m.doomed {
+	if m.place != placeMade || m.terminating {
 		return providers.MachinePartial, nil
 	}
 	alive, err := m.guestAlive()

@@ -29,7 +29,7 @@ const (
 	// maxSocketPath is what a unix socket's address holds, in bytes, without its closing zero.
 	maxSocketPath = 107
 	// maxWaiting is how many connections are kept for dials to come. A guest keeps one spare; the
-	// rest is room for one that redials before its dead ones were noticed.
+	// rest is for one that redials before its dead ones were noticed.
 	maxWaiting = 4
 	// acceptBackoffMin and acceptBackoffMax bound the pause after a failed accept: it fails when
 	// descriptors run out, which passes.
@@ -48,7 +48,7 @@ type Dialer struct {
 	mu      sync.Mutex
 	closed  bool
 	waiting []*net.UnixConn      // oldest first
-	dials   []chan *net.UnixConn // oldest first, each with room for one
+	dials   []chan *net.UnixConn // oldest first, each with a buffer of one
 }
 
 var _ providers.Dialer = (*Dialer)(nil)

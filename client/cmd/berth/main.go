@@ -16,17 +16,19 @@ import (
 // version is set by the build with -ldflags "-X main.version=…".
 var version string
 
-// heldInterrupts is how many signals wait to be looked at: the third already ends the process at once.
-const heldInterrupts = 3
+// maxQueuedInterrupts is how many signals wait to be looked at: the third already ends the process at once.
+const maxQueuedInterrupts = 3
 
 func main() {
-	interrupts := make(chan os.Signal, heldInterrupts)
-	signal.Notify(interrupts, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	interrupts := make(chan os.Signal, maxQueuedInterrupts)
+	signal.Notify(interrupts, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT)
 	// Asked for, so that writing to a closed pipe fails, and a terminal is put back and a command ended,
 	// where it would kill this process.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
-	resized := make(chan os.Signal, 1) // the newest tells as much as all
+	resized := make(chan os.Signal, 1) // the newest says as much as all
 	notifyResized(resized)
+	continued := make(chan os.Signal, 1)
+	notifyContinued(continued)
 	os.Exit(cli.Run(context.Background(), cli.Process{
 		Args:           os.Args[1:],
 		LookupEnv:      os.LookupEnv,
@@ -38,6 +40,7 @@ func main() {
 		StderrTerminal: isTerminal(os.Stderr),
 		Terminal:       terminal(os.Stdin, os.Stdout, os.Stderr),
 		Resized:        resized,
+		Continued:      continued,
 		Interrupts:     interrupts,
 		Exit:           os.Exit,
 		Version:        version,

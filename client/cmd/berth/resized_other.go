@@ -4,5 +4,8 @@ package main
 
 import "os"
 
+// notifyContinued does nothing: there is no signal for it here.
+func notifyContinued(chan<- os.Signal) {}
+
 // notifyResized does nothing: there is no signal for it here.
 func notifyResized(chan<- os.Signal) {}

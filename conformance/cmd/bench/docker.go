@@ -90,6 +90,9 @@ func busybox(ctx context.Context) ([]byte, error) {
 }
 
 func (e *engine) close(ctx context.Context) error {
+	if e == nil {
+		return nil
+	}
 	if e.container != "" {
 		_ = exec.CommandContext(ctx, "docker", "rm", "-f", e.container).Run() // gone already is as good
 	}
@@ -120,7 +123,7 @@ func (e *engine) exec(ctx context.Context, out io.Writer, argv ...string) error 
 
 // docker measures machines that are containers against docker itself.
 func (b *bench) docker(ctx context.Context) error {
-	e := b.broker.engine
+	e := b.engine
 	if e == nil {
 		return nil
 	}
@@ -178,7 +181,7 @@ func (b *bench) dockerStream(ctx context.Context, e *engine) error {
 		return err
 	}
 	theirs := float64(streamBytes) / time.Since(begin).Seconds()
-	took, _, err := b.streamBeside(ctx, nil)
+	took, _, err := b.streamBeside(ctx, streamBytes, nil)
 	if err != nil {
 		return err
 	}

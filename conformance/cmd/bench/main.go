@@ -16,11 +16,16 @@ import (
 func main() {
 	runs := flag.Int("n", 1000, "runs of each short row")
 	out := flag.String("o", "bench.json", "where the figures go")
+	base := flag.String("base", "", "compare with the programs of this directory, row by row, instead of with raw ones")
 	flag.Parse()
 	// Whoever reads the table may stop reading; the broker must be taken down all the same.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	err := measure(ctx, *runs, *out)
+	compare := func() error { return measure(ctx, *runs, *out) }
+	if *base != "" {
+		compare = func() error { return measurePaired(ctx, *runs, *base, *out) }
+	}
+	err := compare()
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)

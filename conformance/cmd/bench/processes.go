@@ -25,28 +25,25 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
-// brokerProcess is a broker of bin/ with a state of its own.
+// brokerProcess is a broker with a state of its own.
 type brokerProcess struct {
 	dir     string
 	address string
 	cmd     *exec.Cmd
-	engine  *engine // nil: there is none
 }
 
-func startBroker(ctx context.Context) (*brokerProcess, error) {
+// startBroker starts the berthd of a directory of programs, with docker machines if there is an engine.
+func startBroker(ctx context.Context, programs string, engine *engine) (*brokerProcess, error) {
 	dir, err := os.MkdirTemp("/tmp", "berth-bench-")
 	if err != nil {
 		return nil, err
 	}
 	b := &brokerProcess{dir: dir, address: "unix://" + filepath.Join(dir, "b.sock")}
-	if b.engine, err = openEngine(ctx); err != nil {
-		return nil, err
-	}
 	args := []string{"--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--listen", b.address, "--provider", "local", "--log-level", "error"}
-	if b.engine != nil {
+	if engine != nil {
 		args = append(args, "--provider", "docker")
 	}
-	b.cmd = exec.CommandContext(context.WithoutCancel(ctx), "bin/berthd", args...)
+	b.cmd = exec.CommandContext(context.WithoutCancel(ctx), filepath.Join(programs, "berthd"), args...)
 	b.cmd.Stderr = os.Stderr
 	b.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	out, err := b.cmd.StdoutPipe()
@@ -57,20 +54,16 @@ func startBroker(ctx context.Context) (*brokerProcess, error) {
 		return nil, fmt.Errorf("%w (run it as `make bench`)", err)
 	}
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || !strings.HasPrefix(line, "berthd: ready") {
-		return nil, errors.Join(fmt.Errorf("berthd did not start"), b.stop(context.WithoutCancel(ctx)))
+		return nil, errors.Join(fmt.Errorf("berthd did not start"), b.stop())
 	}
 	return b, nil
 }
 
 func (b *brokerProcess) pid() int { return b.cmd.Process.Pid }
 
-func (b *brokerProcess) stop(ctx context.Context) error {
+func (b *brokerProcess) stop() error {
 	_ = b.cmd.Process.Signal(syscall.SIGTERM) // gone already is as good
-	err := b.cmd.Wait()
-	if b.engine != nil {
-		err = errors.Join(err, b.engine.close(ctx))
-	}
-	return errors.Join(err, os.RemoveAll(b.dir))
+	return errors.Join(b.cmd.Wait(), os.RemoveAll(b.dir))
 }
 
 // guests lists the pids of this broker's guests.

@@ -35,16 +35,22 @@ type bench struct {
 	*report
 	n       int
 	broker  *brokerProcess
+	engine  *engine // nil: there is none
 	client  *client.Client
 	sandbox string
 }
 
 func measure(ctx context.Context, n int, out string) (err error) {
-	broker, err := startBroker(ctx)
+	engine, err := openEngine(ctx)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, broker.stop(context.WithoutCancel(ctx))) }()
+	defer func() { err = errors.Join(err, engine.close(context.WithoutCancel(ctx))) }()
+	broker, err := startBroker(ctx, "bin", engine)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, broker.stop()) }()
 	c, err := client.Dial(broker.address)
 	if err != nil {
 		return err
@@ -53,7 +59,7 @@ func measure(ctx context.Context, n int, out string) (err error) {
 		// Also what a row that failed, or was broken off, has left.
 		err = errors.Join(err, destroyAll(context.WithoutCancel(ctx), c), c.Close())
 	}()
-	b := &bench{report: &report{}, n: n, broker: broker, client: c}
+	b := &bench{report: &report{}, n: n, broker: broker, engine: engine, client: c}
 	made, err := c.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
 	if err != nil {
 		return err
@@ -298,7 +304,7 @@ func (b *bench) stream(ctx context.Context) error {
 		return err
 	}
 	bare := float64(streamBytes) / time.Since(begin).Seconds()
-	took, busy, err := b.streamBeside(ctx, b.run(ctx, "true"))
+	took, busy, err := b.streamBeside(ctx, streamBytes, b.run(ctx, "true"))
 	if err != nil {
 		return err
 	}
@@ -309,8 +315,8 @@ func (b *bench) stream(ctx context.Context) error {
 	return nil
 }
 
-// streamBeside streams at full speed, and runs a short thing again and again beside it, if there is one.
-func (b *bench) streamBeside(ctx context.Context, beside func() error) (time.Duration, sample, error) {
+// streamBeside streams size bytes at full speed, and runs a short thing again and again beside it, if there is one.
+func (b *bench) streamBeside(ctx context.Context, size int, beside func() error) (time.Duration, sample, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := b.client.Jobs().Exec(ctx)
@@ -318,7 +324,7 @@ func (b *bench) streamBeside(ctx context.Context, beside func() error) (time.Dur
 		return 0, sample{}, err
 	}
 	err = stream.Send(&berthv1.ExecRequest{Message: &berthv1.ExecRequest_Start{Start: &berthv1.ExecStart{
-		SandboxId: b.sandbox, Spec: &berthv1.JobSpec{Argv: []string{"head", "-c", strconv.Itoa(streamBytes), "/dev/zero"}},
+		SandboxId: b.sandbox, Spec: &berthv1.JobSpec{Argv: []string{"head", "-c", strconv.Itoa(size), "/dev/zero"}},
 	}}})
 	if err != nil {
 		return 0, sample{}, err

@@ -1,6 +1,9 @@
 package main
 
 import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math"
@@ -18,6 +21,7 @@ import (
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
 
+	"github.com/berth-sandbox/berth/daemon/auth"
 	"github.com/berth-sandbox/berth/providers/docker"
 )
 
@@ -30,8 +34,8 @@ const (
 	defaultRetention = 7 * 24 * time.Hour
 	defaultReceipts  = 100_000
 	defaultOutput    = size(10 << 30)
-	leastReceipts    = 1000
-	leastOutput      = size(64 << 20)
+	minReceipts      = 1000
+	minOutput        = size(64 << 20)
 )
 
 // size is a number of bytes, written with a unit: 10GiB.
@@ -71,6 +75,8 @@ type config struct {
 	State     string        `yaml:"state"`
 	Run       string        `yaml:"run"`
 	Listen    []string      `yaml:"listen"`
+	TokenFile string        `yaml:"token-file"`
+	TLS       tlsConfig     `yaml:",inline"`
 	Providers []string      `yaml:"provider"`
 	Guest     string        `yaml:"guest"`
 	Isolation string        `yaml:"local-isolation"`
@@ -81,6 +87,16 @@ type config struct {
 	Receipts  int           `yaml:"retention-jobs"`
 	Output    size          `yaml:"retention-output"`
 	file      string
+
+	token string      // what is in TokenFile
+	tls   *tls.Config // what the files of TLS make; nil without them
+}
+
+// tlsConfig names the files, in PEM, that TCP listeners identify themselves and their clients with.
+type tlsConfig struct {
+	Cert     string `yaml:"tls-cert"`
+	Key      string `yaml:"tls-key"`
+	ClientCA string `yaml:"tls-client-ca"`
 }
 
 // dockerConfig is what the docker provider may be told.
@@ -95,7 +111,11 @@ func bind(cmd *cobra.Command, c *config) {
 	flags := cmd.Flags()
 	flags.StringVar(&c.State, "state", "", "directory of the ledger, the key and kept output (default $BERTH_STATE, else "+defaultState()+")")
 	flags.StringVar(&c.Run, "run", "", "directory for sockets, with a short path: machines' sockets lie 49 bytes deeper, and 107 is the limit (default "+defaultRun()+")")
-	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://loopback:port; may be repeated (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
+	flags.StringArrayVar(&c.Listen, "listen", nil, "address to serve, unix:///path or tcp://host:port; may be repeated; tcp needs --token-file, and beyond loopback --tls-cert (default unix://"+filepath.Join(defaultRun(), "berthd.sock")+")")
+	flags.StringVar(&c.TokenFile, "token-file", "", "file with the bearer token that clients of tcp listeners must give: at least 16 bytes, not readable by everybody")
+	flags.StringVar(&c.TLS.Cert, "tls-cert", "", "certificate of tcp listeners, and what it was signed with, in PEM")
+	flags.StringVar(&c.TLS.Key, "tls-key", "", "its key, in PEM")
+	flags.StringVar(&c.TLS.ClientCA, "tls-client-ca", "", "clients of tcp listeners must also have a certificate that one of these, in PEM, has signed")
 	flags.StringArrayVar(&c.Providers, "provider", nil, "provider to start, may be repeated, the first is the default: "+strings.Join(providerNames(), ", ")+" (default local, and docker where an engine answers)")
 	flags.StringVar(&c.Guest, "guest", "", "the berth-guest program (default: next to berthd)")
 	flags.StringVar(&c.Isolation, "local-isolation", "auto", "what local machines get: auto is the most that this host lets them have, none is plain processes")
@@ -153,7 +173,10 @@ func resolve(cmd *cobra.Command, flags config) (config, error) {
 	if len(c.Providers) == 0 {
 		c.Providers = defaultProviders(cmd.Context(), c)
 	}
-	return c, c.check()
+	if err := c.check(); err != nil {
+		return c, err
+	}
+	return c, c.readCredentials()
 }
 
 // readConfig reads a file over c. A name that is not known is an error: a typo must not be ignored.
@@ -180,7 +203,7 @@ func readConfig(path string, c *config) error {
 // configNames are the settings of a file: the flags' own names.
 var configNames = []string{
 	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level",
-	"retention", "retention-jobs", "retention-output", "local-isolation",
+	"retention", "retention-jobs", "retention-output", "local-isolation", "token-file", "tls-cert", "tls-key", "tls-client-ca",
 }
 
 // oneLine is the library's error, which is several lines, as this daemon's, which is one.
@@ -201,6 +224,8 @@ func override(cmd *cobra.Command, c, flags config) config {
 		"local-isolation": func() { c.Isolation = flags.Isolation },
 		"docker-host":     func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
 		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge },
+		"token-file":    func() { c.TokenFile = flags.TokenFile }, "tls-cert": func() { c.TLS.Cert = flags.TLS.Cert },
+		"tls-key": func() { c.TLS.Key = flags.TLS.Key }, "tls-client-ca": func() { c.TLS.ClientCA = flags.TLS.ClientCA },
 	} {
 		if given(name) {
 			take()
@@ -223,14 +248,17 @@ func (c config) check() error {
 	if c.Retention < time.Hour {
 		return fmt.Errorf("--retention: %s is too short: at least 1h, or a client may never see its receipt", c.Retention)
 	}
-	if c.Receipts < leastReceipts {
-		return fmt.Errorf("--retention-jobs: %d is too few: at least %d, or a client may never see its receipt", c.Receipts, leastReceipts)
+	if c.Receipts < minReceipts {
+		return fmt.Errorf("--retention-jobs: %d is too few: at least %d, or a client may never see its receipt", c.Receipts, minReceipts)
 	}
-	if least := leastOutput; c.Output < least {
+	if least := minOutput; c.Output < least {
 		return fmt.Errorf("--retention-output: %s is too little: at least %s, what one stream keeps by default", &c.Output, &least)
 	}
 	for i, name := range c.Providers {
 		if !slices.Contains(providerNames(), name) {
+			if name == fakeProvider {
+				return errors.New("--provider: fake is for tests and not in this build: go build -tags faults ./daemon/cmd/berthd has it")
+			}
 			return fmt.Errorf("--provider: there is no provider %q (this build has %s)", name, strings.Join(providerNames(), ", "))
 		}
 		if slices.Contains(c.Providers[:i], name) {
@@ -238,7 +266,7 @@ func (c config) check() error {
 		}
 	}
 	for _, address := range c.Listen {
-		if err := checkAddress(address); err != nil {
+		if err := c.checkAddress(address); err != nil {
 			return err
 		}
 	}
@@ -246,7 +274,7 @@ func (c config) check() error {
 }
 
 // checkAddress refuses an address that can't be served safely.
-func checkAddress(address string) error {
+func (c config) checkAddress(address string) error {
 	if path, ok := strings.CutPrefix(address, "unix://"); ok {
 		switch {
 		case !filepath.IsAbs(path):
@@ -267,8 +295,44 @@ func checkAddress(address string) error {
 	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
 		return fmt.Errorf("--listen: %q: %q is not a port", address, port)
 	}
-	if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
-		return fmt.Errorf("--listen: %q is beyond loopback, where this build has neither TLS nor authentication: use 127.0.0.1, [::1] or a unix socket, and a tunnel to reach it", address)
+	ip := net.ParseIP(host)
+	switch loopback := host == "localhost" || ip != nil && ip.IsLoopback(); {
+	case c.TokenFile == "":
+		return fmt.Errorf("--listen: %q could be used by every account of this host, as root, even on loopback: give --token-file (head -c 24 /dev/urandom | base64 makes a token), or serve a unix socket", address)
+	case !loopback && c.TLS.Cert == "":
+		return fmt.Errorf("--listen: %q is beyond loopback, where the token and all output could be read on the way: give --tls-cert and --tls-key, or use 127.0.0.1, [::1] or a unix socket, and a tunnel to reach it", address)
+	}
+	return nil
+}
+
+// readCredentials reads the token and the certificates.
+func (c *config) readCredentials() (err error) {
+	if c.TokenFile != "" {
+		if c.token, err = auth.ReadToken(c.TokenFile); err != nil {
+			return fmt.Errorf("--token-file: %w", err)
+		}
+	}
+	if c.TLS == (tlsConfig{}) {
+		return nil
+	}
+	if c.TLS.Cert == "" || c.TLS.Key == "" {
+		return errors.New("--tls-cert, --tls-key: give both (--tls-client-ca alone secures nothing)")
+	}
+	pair, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
+	if err != nil {
+		return fmt.Errorf("--tls-cert, --tls-key: %w", err)
+	}
+	c.tls = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"}}
+	if c.TLS.ClientCA == "" {
+		return nil
+	}
+	data, err := os.ReadFile(c.TLS.ClientCA)
+	if err != nil {
+		return fmt.Errorf("--tls-client-ca: %w", err)
+	}
+	c.tls.ClientCAs, c.tls.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+	if !c.tls.ClientCAs.AppendCertsFromPEM(data) {
+		return fmt.Errorf("--tls-client-ca: %s holds no certificate in PEM", c.TLS.ClientCA)
 	}
 	return nil
 }

@@ -1,6 +1,6 @@
-// Command berthd is the broker: it wires the rooms of the daemon and the providers together, opens
+// Command berthd is the broker: it wires the packages of the daemon and the providers together, opens
 // the listeners and serves until it is told to stop. It holds no behaviour of its own beyond that,
-// and it is the only room that knows a concrete provider.
+// and it is the only package that knows a concrete provider.
 package main
 
 import (

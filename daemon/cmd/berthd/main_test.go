@@ -60,10 +60,10 @@ func TestASettingComesFromItsFlagThenTheFileThenTheDefault(t *testing.T) {
 			return c.State == "/from/file" && slices.Equal(c.Listen, []string{"unix:///from/file"}) && c.LogFormat == "json" &&
 				c.LogLevel == "info" && c.Retention == 2*time.Hour && slices.Equal(c.Providers, []string{"local"})
 		}},
-		{"the flag", []string{"--config", path, "--state", "/from/flag", "--listen", "unix:///a", "--listen", "tcp://127.0.0.1:0", "--retention", "3h", "--provider", "fake"},
+		{"the flag", []string{"--config", path, "--state", "/from/flag", "--listen", "unix:///a", "--listen", "tcp://127.0.0.1:0", "--token-file", file(t, "0123456789abcdef\n"), "--retention", "3h", "--provider", "docker"},
 			func(c config) bool {
 				return c.State == "/from/flag" && slices.Equal(c.Listen, []string{"unix:///a", "tcp://127.0.0.1:0"}) &&
-					c.LogFormat == "json" && c.Retention == 3*time.Hour && slices.Equal(c.Providers, []string{"fake"})
+					c.LogFormat == "json" && c.Retention == 3*time.Hour && slices.Equal(c.Providers, []string{"docker"})
 			}},
 		{"the flag, also where it says the default", []string{"--config", path, "--log-format", "text", "--retention", defaultRetention.String()},
 			func(c config) bool { return c.LogFormat == "text" && c.Retention == defaultRetention }},
@@ -86,7 +86,7 @@ func TestASettingComesFromItsFlagThenTheFileThenTheDefault(t *testing.T) {
 }
 
 func TestWhatMakesNoSenseIsRefusedByItsFlag(t *testing.T) {
-	long := "unix:///" + strings.Repeat("s", maxSocketPath)
+	long, token := "unix:///"+strings.Repeat("s", maxSocketPath), file(t, "0123456789abcdef")
 	for _, test := range []struct {
 		name string
 		args []string
@@ -102,14 +102,23 @@ func TestWhatMakesNoSenseIsRefusedByItsFlag(t *testing.T) {
 		{"a file with more output than can be counted", []string{"--config", file(t, "retention-output: 8388608TiB\n")}, "too much"},
 		{"a file with no size", []string{"--config", file(t, "retention-output: much\n")}, "--config"},
 		{"a provider of no name", []string{"--provider", "cloud"}, "--provider"},
+		{"the provider for tests in a build that is not for tests", []string{"--provider", "fake"}, "go build -tags faults"},
 		{"a provider twice", []string{"--provider", "local", "--provider", "local"}, "twice"},
 		{"a scheme of no name", []string{"--listen", "http://127.0.0.1:1"}, "--listen"},
 		{"a path that is relative", []string{"--listen", "unix://a/b"}, "absolute"},
 		{"a path that is too long", []string{"--listen", long}, "107"},
-		{"an address that all can reach", []string{"--listen", "tcp://0.0.0.0:1"}, "loopback"},
-		{"an address of no host", []string{"--listen", "tcp://:1"}, "loopback"},
-		{"a name that may be anybody's", []string{"--listen", "tcp://example.com:1"}, "loopback"},
-		{"a name that begins like the loopback's", []string{"--listen", "tcp://127.0.0.1.example.com:1"}, "loopback"},
+		{"an address that all can reach", []string{"--listen", "tcp://0.0.0.0:1", "--token-file", token}, "loopback"},
+		{"an address of no host", []string{"--listen", "tcp://:1", "--token-file", token}, "loopback"},
+		{"a name that may be anybody's", []string{"--listen", "tcp://example.com:1", "--token-file", token}, "loopback"},
+		{"a name that begins like the loopback's", []string{"--listen", "tcp://127.0.0.1.example.com:1", "--token-file", token}, "loopback"},
+		{"an address of the loopback without a token", []string{"--listen", "tcp://127.0.0.1:1"}, "--token-file"},
+		{"an address beyond loopback with a certificate and without a token", []string{"--listen", "tcp://0.0.0.0:1", "--tls-cert", token, "--tls-key", token}, "--token-file"},
+		{"a token file that is not there", []string{"--token-file", "/no/such/file"}, "--token-file"},
+		{"a token that is too short", []string{"--token-file", file(t, "short")}, "at least 16"},
+		{"a certificate without its key", []string{"--tls-cert", token}, "--tls-key"},
+		{"a key without its certificate", []string{"--tls-key", token}, "--tls-cert"},
+		{"clients' certificates without one of its own", []string{"--tls-client-ca", token}, "--tls-cert"},
+		{"a certificate that is none", []string{"--tls-cert", token, "--tls-key", token}, "--tls-cert"},
 		{"an address without a port", []string{"--listen", "tcp://127.0.0.1"}, "--listen"},
 		{"a port of no number", []string{"--listen", "tcp://127.0.0.1:http"}, "port"},
 		{"a port beyond the last", []string{"--listen", "tcp://127.0.0.1:65536"}, "port"},
@@ -135,10 +144,13 @@ func TestWhatMakesNoSenseIsRefusedByItsFlag(t *testing.T) {
 }
 
 func TestAddressesThatCanBeServed(t *testing.T) {
-	for _, address := range []string{
-		"unix:///run/b.sock", "unix:///" + strings.Repeat("s", maxSocketPath-1), "tcp://127.0.0.1:0", "tcp://127.9.9.9:80", "tcp://[::1]:65535", "tcp://localhost:7000",
+	unix, loopback, secured := config{}, config{TokenFile: "token"}, config{TokenFile: "token", TLS: tlsConfig{Cert: "cert"}}
+	for address, c := range map[string]config{
+		"unix:///run/b.sock": unix, "unix:///" + strings.Repeat("s", maxSocketPath-1): unix,
+		"tcp://127.0.0.1:0": loopback, "tcp://127.9.9.9:80": loopback, "tcp://[::1]:65535": loopback, "tcp://localhost:7000": loopback,
+		"tcp://0.0.0.0:7000": secured, "tcp://:7000": secured, "tcp://broker.example.com:443": secured, "tcp://localhost:1": secured,
 	} {
-		if err := checkAddress(address); err != nil {
+		if err := c.checkAddress(address); err != nil {
 			t.Errorf("%s: %v", address, err)
 		}
 	}
@@ -163,19 +175,19 @@ func TestEveryFlagIsASettingOfTheFileAndIsOverridden(t *testing.T) {
 func TestASocketThatADeadDaemonLeftIsReplacedAndNoOtherFile(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "sub", "b.sock")
-	left, err := listen(t.Context(), []string{"unix://" + path})
+	left, err := listen(t.Context(), []string{"unix://" + path}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("its mode is %v (%v)", info.Mode(), err)
 	}
-	if _, err := listen(t.Context(), []string{"tcp://127.0.0.1:0", "unix://" + path}); !errors.Is(err, syscall.EADDRINUSE) && (err == nil || !strings.Contains(err.Error(), "in use")) {
+	if _, err := listen(t.Context(), []string{"tcp://127.0.0.1:0", "unix://" + path}, nil); !errors.Is(err, syscall.EADDRINUSE) && (err == nil || !strings.Contains(err.Error(), "in use")) {
 		t.Errorf("a socket that somebody serves: %v", err)
 	}
 	left.open[0].(*net.UnixListener).SetUnlinkOnClose(false)
 	left.close()
-	again, err := listen(t.Context(), []string{"unix://" + path, "tcp://127.0.0.1:0"})
+	again, err := listen(t.Context(), []string{"unix://" + path, "tcp://127.0.0.1:0"}, nil)
 	if err != nil {
 		t.Fatalf("a socket that nobody serves: %v", err)
 	}
@@ -187,7 +199,7 @@ func TestASocketThatADeadDaemonLeftIsReplacedAndNoOtherFile(t *testing.T) {
 	if err := os.WriteFile(plain, []byte("mine"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := listen(t.Context(), []string{"unix://" + plain}); err == nil || !strings.Contains(err.Error(), "not a socket") {
+	if _, err := listen(t.Context(), []string{"unix://" + plain}, nil); err == nil || !strings.Contains(err.Error(), "not a socket") {
 		t.Errorf("a file that is none: %v", err)
 	}
 	if text, err := os.ReadFile(plain); err != nil || string(text) != "mine" {
@@ -249,21 +261,21 @@ func TestAProviderThatCannotBeStartedIsThereAndUnhealthy(t *testing.T) {
 	noGuest := func(string) (string, error) { return "", errors.New("no guest") }
 	// A file in the way of the provider's directory.
 	state := t.TempDir()
-	if err := os.WriteFile(filepath.Join(state, "fake"), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(state, "local"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	started := startProviders([]string{"fake", "local"}, machinery{state: state, brokerID: "b", guest: noGuest, log: log})
+	started := startProviders([]string{"local", "docker"}, machinery{state: state, brokerID: "b", guest: noGuest, log: log})
 	defer func() {
 		if err := closeProviders(started); err != nil {
 			t.Error(err)
 		}
 	}()
-	if len(started) != 2 || started[0].Name != "fake" || started[1].Name != "local" {
+	if len(started) != 2 || started[0].Name != "local" || started[1].Name != "docker" {
 		t.Fatalf("started are %v", started)
 	}
 	broken := started[0].Provider
 	info, err := broken.Info(t.Context())
-	if err != nil || info.Healthy || info.Name != "fake" || info.Message == "" {
+	if err != nil || info.Healthy || info.Name != "local" || info.Message == "" {
 		t.Errorf("it says %+v (%v)", info, err)
 	}
 	var unavailable *providers.UnavailableError
@@ -280,15 +292,6 @@ func TestAProviderThatCannotBeStartedIsThereAndUnhealthy(t *testing.T) {
 	}
 }
 
-func TestTheFakeProviderIsNoDefault(t *testing.T) {
-	if slices.Contains(defaultProviders(t.Context(), config{State: t.TempDir()}), "fake") {
-		t.Error("it is")
-	}
-	if !slices.Contains(providerNames(), "fake") {
-		t.Error("it cannot be asked for")
-	}
-}
-
 func TestADaemonServesAndStops(t *testing.T) {
 	dir, err := os.MkdirTemp("", "bd-") // short, for sockets
 	if err != nil {
@@ -299,7 +302,7 @@ func TestADaemonServesAndStops(t *testing.T) {
 	if err := os.WriteFile(guest, nil, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	c, err := resolved(t, "--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--provider", "fake", "--guest", guest)
+	c, err := resolved(t, "--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--provider", "local", "--local-isolation", "none", "--guest", guest)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,10 +10,9 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/machines"
 	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/docker"
-	"github.com/berth-sandbox/berth/providers/fake"
 	"github.com/berth-sandbox/berth/providers/local"
 )
 
@@ -34,7 +33,7 @@ type provider struct {
 	make func(machinery) (providers.Provider, error)
 }
 
-// known lists the providers of this build; the only place that names them.
+// known lists the providers of this build.
 var known = []provider{
 	{"local", func(m machinery) (providers.Provider, error) {
 		return local.New(local.Options{
@@ -51,15 +50,11 @@ var known = []provider{
 			Host: m.docker.Host, Image: m.docker.Image, Bridge: m.docker.Bridge,
 		})
 	}},
-	// For tests: machines that isolate nothing, and faults on purpose.
-	{"fake", func(m machinery) (providers.Provider, error) {
-		return fake.New(fake.Options{
-			Dir: filepath.Join(m.state, "fake"), BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
-		})
-	}},
 }
 
 const (
+	// fakeProvider is for tests, and only in programs that are built with the tag faults.
+	fakeProvider = "fake"
 	// dockerMark is the directory in the state that says that this broker has had docker machines.
 	dockerMark = "docker"
 	// engineTimeout is how long an engine may take to answer for docker to be a default.
@@ -89,8 +84,8 @@ func providerNames() []string {
 
 // startProviders makes the named providers. One that can't be made is reported and unhealthy; it does
 // not stop the daemon.
-func startProviders(names []string, m machinery) []lifecycle.Named {
-	var started []lifecycle.Named
+func startProviders(names []string, m machinery) []machines.Named {
+	var started []machines.Named
 	for _, name := range names {
 		for _, p := range known {
 			if p.name != name {
@@ -101,13 +96,13 @@ func startProviders(names []string, m machinery) []lifecycle.Named {
 				m.log.Error("provider cannot be started", "provider", name, "error", err)
 				made = unhealthy{name: name, cause: err}
 			}
-			started = append(started, lifecycle.Named{Name: name, Provider: made})
+			started = append(started, machines.Named{Name: name, Provider: made})
 		}
 	}
 	return started
 }
 
-func closeProviders(started []lifecycle.Named) error {
+func closeProviders(started []machines.Named) error {
 	var errs []error
 	for _, named := range started {
 		if closer, ok := named.Provider.(io.Closer); ok {

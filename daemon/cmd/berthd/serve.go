@@ -22,9 +22,14 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/daemon/api"
+	"github.com/berth-sandbox/berth/daemon/auth"
+	"github.com/berth-sandbox/berth/daemon/backup"
+	"github.com/berth-sandbox/berth/daemon/events"
+	"github.com/berth-sandbox/berth/daemon/fsck"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/jobs"
 	"github.com/berth-sandbox/berth/daemon/lifecycle"
+	"github.com/berth-sandbox/berth/daemon/machines"
 	"github.com/berth-sandbox/berth/daemon/reconcile"
 	"github.com/berth-sandbox/berth/daemon/store"
 	"github.com/berth-sandbox/berth/daemon/vault"
@@ -35,12 +40,11 @@ import (
 
 // Tuning.
 const (
-	drainTimeout  = 10 * time.Second // for calls in progress at SIGTERM
-	keepaliveTime = 30 * time.Second // a client that is gone without a word is noticed
-	keepaliveMost = 10 * time.Second
-	clientPingMin = 5 * time.Second // a client may ping this often
-	streamWindow  = 1 << 20         // bytes in flight a stream: output at full speed, and a bound on what a slow reader costs
-	maxMessage    = 4<<20 + 64<<10  // the largest request: 2 MiB of argv, 1 MiB of environment, 1 MiB of stdin
+	drainTimeout     = 10 * time.Second // for calls in progress at SIGTERM
+	keepaliveTime    = 30 * time.Second // a client that is gone without a word is noticed
+	keepaliveTimeout = 10 * time.Second
+	clientPingMin    = 5 * time.Second // a client may ping this often
+	streamWindow     = 1 << 20         // bytes in flight a stream: output at full speed, and a bound on what a slow reader costs
 )
 
 // serve runs the daemon until the context ends.
@@ -57,7 +61,9 @@ func serve(ctx context.Context, c config, stdout, stderr io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("--state: %w", err)
 	}
-	d := &daemon{config: c, log: log, ledger: ledger, started: time.Now()}
+	hub := events.New()
+	ledger.OnCommit(hub.Publish)
+	d := &daemon{config: c, log: log, ledger: ledger, events: hub, started: time.Now()}
 	err = d.run(ctx, guest, stdout)
 	return errors.Join(err, ledger.Close())
 }
@@ -74,23 +80,26 @@ func newLog(c config, stderr io.Writer) *slog.Logger {
 	return slog.New(slog.NewTextHandler(stderr, options))
 }
 
-// daemon is the rooms, wired.
+// daemon is the packages, wired.
 type daemon struct {
 	config  config
 	log     *slog.Logger
 	ledger  *store.Store
+	events  *events.Hub
 	started time.Time
 
 	links     *guestlink.Links
 	sandboxes *lifecycle.Service
 	jobs      *jobs.Service
 	reconcile *reconcile.Service
+	fsck      *fsck.Service
+	backup    *backup.Service
 }
 
 // longestSocket is the longest path of a socket below the directory for a broker's.
 const longestSocket = "m_00000000000000000000000000/guest.sock"
 
-// run wires the rooms, serves, and takes everything down again in the order in which it depends on
+// run wires the packages, serves, and takes everything down again in the order in which it depends on
 // one another.
 func (d *daemon) run(ctx context.Context, guest func(string) (string, error), stdout io.Writer) error {
 	if err := d.keyIsThere(); err != nil {
@@ -115,7 +124,7 @@ func (d *daemon) run(ctx context.Context, guest func(string) (string, error), st
 		return fmt.Errorf("--run: %w", err)
 	}
 	defer func() { _ = os.Remove(sockets) }() // goes when no machine has a socket in it
-	listeners, err := listen(ctx, d.config.Listen)
+	listeners, err := listen(ctx, d.config.Listen, d.config.tls)
 	if err != nil {
 		return err
 	}
@@ -163,46 +172,51 @@ func (d *daemon) sameKey(ctx context.Context, keys *vault.Vault) error {
 	}
 }
 
-func (d *daemon) wire(keys *vault.Vault, started []lifecycle.Named, sockets string) error {
+func (d *daemon) wire(keys *vault.Vault, started []machines.Named, sockets string) error {
 	d.links = guestlink.New(guestlink.Options{Build: buildVersion(), Log: d.log, Events: guestlink.Events{
 		Up:      func(machineID string, hello *guestv1.HelloResponse) { d.jobs.Follow(machineID, hello) },
 		Down:    func(machineID string, _ error) { d.jobs.Unfollow(machineID); d.reconcile.Kick() },
-		Dropped: func(machineID string) { d.jobs.Forsake(machineID) },
+		Dropped: func(machineID string) { d.jobs.Remove(machineID) },
 	}})
 	d.sandboxes = lifecycle.New(lifecycle.Options{
-		Store: d.ledger, Vault: keys, Links: d.links, Providers: started, SocketDir: sockets, Log: d.log,
+		Store: d.ledger, Events: d.events, Vault: keys, Links: d.links, Providers: started, SocketDir: sockets, Log: d.log,
 	})
 	var err error
 	d.jobs, err = jobs.New(jobs.Options{
-		Store: d.ledger, Vault: keys, Links: d.links, Sandboxes: d.sandboxes,
+		Store: d.ledger, Events: d.events, Vault: keys, Links: d.links, Sandboxes: d.sandboxes,
 		OutputDir: filepath.Join(d.config.State, "output"), Log: d.log, Retention: d.config.Retention,
 	})
 	if err != nil {
 		return fmt.Errorf("--state: %w", err)
 	}
 	d.sandboxes.SetHooks(lifecycle.Hooks{
-		PrepareWorkspace: workspace.Preparer{Links: d.links, Environment: d.sandboxes.Environment}.Prepare,
-		SettleJobs:       d.jobs.SettleJobs, LoseJobs: d.jobs.LoseJobs, JobsChanged: d.jobs.JobsChanged,
+		PrepareWorkspace: workspace.Preparer{Links: d.links, Environment: d.jobs.Environment}.Prepare,
+		SettleJobs:       d.jobs.TerminateJobs, LoseJobs: d.jobs.LoseJobs,
 	})
 	d.reconcile = reconcile.New(reconcile.Options{
 		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,
-		Now: time.Now, Retention: d.config.Retention, ReceiptsMost: d.config.Receipts, OutputMost: uint64(d.config.Output), Scratch: filepath.Join(d.config.State, "scratch"),
+		Now: time.Now, Retention: d.config.Retention, MaxReceipts: d.config.Receipts, MaxOutput: uint64(d.config.Output),
+	})
+	if d.backup, err = backup.New(d.ledger, filepath.Join(d.config.State, "scratch")); err != nil {
+		return fmt.Errorf("--state: %w", err)
+	}
+	d.fsck = fsck.New(fsck.Options{
+		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Reconcile: d.reconcile, Jobs: d.jobs, Backup: d.backup,
+		Now: time.Now, Retention: d.config.Retention,
 	})
 	return nil
 }
 
 // serve recovers, answers calls until the context ends, and drains.
 func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listeners, stdout io.Writer) error {
-	server := grpc.NewServer(
-		grpc.MaxRecvMsgSize(maxMessage),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveMost}),
+	server := api.NewServer(auth.New(d.config.token), d.log,
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: clientPingMin, PermitWithoutStream: true}),
-		grpc.UnaryInterceptor(api.Interceptor(d.log)), grpc.StreamInterceptor(api.StreamInterceptor(d.log)),
 		grpc.InitialWindowSize(streamWindow), grpc.InitialConnWindowSize(2*streamWindow),
 	)
 	api.Register(server, api.Options{
-		Sandboxes: d.sandboxes, Jobs: d.jobs, Reconcile: d.reconcile, Hasher: keys, HashVersion: vault.HashVersion,
-		Info: d.info, Log: d.log,
+		Sandboxes: d.sandboxes, Jobs: d.jobs, Reconcile: d.reconcile, Checker: d.fsck, Backups: d.backup, Hasher: keys, HashVersion: vault.HashVersion,
+		Info: d.info,
 	})
 	reflection.Register(server)
 	healthy := health.NewServer()
@@ -218,7 +232,7 @@ func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listen
 	defer stop()
 	working.Go(func() { d.reconcile.Run(background) })
 
-	failed := listeners.serve(server)
+	failed := listeners.serve(server.Server)
 	if _, err := fmt.Fprintf(stdout, "berthd: ready on %s\n", listeners); err != nil {
 		d.log.Warn("cannot say that it is ready", "error", err)
 	}
@@ -234,7 +248,7 @@ func (d *daemon) serve(ctx context.Context, keys *vault.Vault, listeners *listen
 	healthy.Shutdown()
 	d.jobs.Drain()
 	d.sandboxes.Drain()
-	stopServer(server)
+	stopServer(server.Server)
 	return err
 }
 

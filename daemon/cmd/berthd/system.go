@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -45,11 +46,11 @@ type listeners struct {
 
 func (l *listeners) String() string { return strings.Join(l.addresses, ", ") }
 
-// listen opens every address, or none.
-func listen(ctx context.Context, addresses []string) (*listeners, error) {
+// listen opens every address, or none. With a TLS configuration every TCP listener uses it.
+func listen(ctx context.Context, addresses []string, secure *tls.Config) (*listeners, error) {
 	l := &listeners{}
 	for _, address := range addresses {
-		opened, shown, err := listenOn(ctx, address)
+		opened, shown, err := listenOn(ctx, address, secure)
 		if err != nil {
 			l.close()
 			return nil, err
@@ -59,7 +60,7 @@ func listen(ctx context.Context, addresses []string) (*listeners, error) {
 	return l, nil
 }
 
-func listenOn(ctx context.Context, address string) (net.Listener, string, error) {
+func listenOn(ctx context.Context, address string, secure *tls.Config) (net.Listener, string, error) {
 	if path, ok := strings.CutPrefix(address, "unix://"); ok {
 		opened, err := listenUnix(ctx, path)
 		return opened, address, err
@@ -68,6 +69,9 @@ func listenOn(ctx context.Context, address string) (net.Listener, string, error)
 	opened, err := config.Listen(ctx, "tcp", strings.TrimPrefix(address, "tcp://"))
 	if err != nil {
 		return nil, "", inUse(address, err)
+	}
+	if secure != nil {
+		opened = tls.NewListener(opened, secure)
 	}
 	return opened, "tcp://" + opened.Addr().String(), nil
 }

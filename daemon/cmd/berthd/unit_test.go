@@ -76,7 +76,7 @@ func TestTheServiceManagerIsToldWhenItServesAndWhenItStops(t *testing.T) {
 			if err := os.WriteFile(guest, nil, 0o700); err != nil {
 				t.Fatal(err)
 			}
-			c, err := resolved(t, "--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--provider", "fake", "--guest", guest)
+			c, err := resolved(t, "--state", filepath.Join(dir, "state"), "--run", filepath.Join(dir, "run"), "--provider", "local", "--local-isolation", "none", "--guest", guest)
 			if err != nil {
 				t.Fatal(err)
 			}

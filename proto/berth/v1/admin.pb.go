@@ -475,7 +475,7 @@ func (x *GetInfoResponse) GetOldestOrphan() *durationpb.Duration {
 // FsckRequest asks for a check.
 type FsckRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Also mend what was found; default is to say only what would be done.
+	// Also repair what was found; default is to say only what would be done.
 	Repair        bool `protobuf:"varint,1,opt,name=repair,proto3" json:"repair,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -531,13 +531,13 @@ type FsckResponse struct {
 	Jobs uint32 `protobuf:"varint,4,opt,name=jobs,proto3" json:"jobs,omitempty"`
 	// Request ids that were looked at.
 	Requests uint32 `protobuf:"varint,5,opt,name=requests,proto3" json:"requests,omitempty"`
-	// Findings that are not listed: beyond 2000, of which those that remain come first.
+	// Findings that are not listed: beyond 2000 or 1 MiB, of which those that remain come first.
 	LeftOut uint32 `protobuf:"varint,6,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
-	// Findings that were mended, with those that are not listed.
+	// Findings that were repaired, with those that are not listed.
 	Repaired uint32 `protobuf:"varint,7,opt,name=repaired,proto3" json:"repaired,omitempty"`
-	// Findings that were not mended, with those that are not listed.
+	// Findings that were not repaired, with those that are not listed.
 	Remaining uint32 `protobuf:"varint,8,opt,name=remaining,proto3" json:"remaining,omitempty"`
-	// Those of them that repairing would mend now.
+	// Those of them that repairing would resolve now.
 	Repairable    uint32 `protobuf:"varint,9,opt,name=repairable,proto3" json:"repairable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -648,15 +648,15 @@ type FsckFinding struct {
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	// What repairing does.
 	Action string `protobuf:"bytes,4,opt,name=action,proto3" json:"action,omitempty"`
-	// It was mended.
+	// It was repaired.
 	Repaired bool `protobuf:"varint,5,opt,name=repaired,proto3" json:"repaired,omitempty"`
 	// The provider concerned, where one is.
 	Provider string `protobuf:"bytes,6,opt,name=provider,proto3" json:"provider,omitempty"`
 	// How long it has been so, as far as the broker knows; absent where it does not.
 	Age *durationpb.Duration `protobuf:"bytes,7,opt,name=age,proto3" json:"age,omitempty"`
-	// Repairing would mend it now; false also once it was mended.
+	// Repairing would resolve it now; false also once it was repaired.
 	Repairable bool `protobuf:"varint,8,opt,name=repairable,proto3" json:"repairable,omitempty"`
-	// Why repairing does not mend it now, and what would.
+	// Why repairing does not resolve it now, and what would.
 	WhyNot        string `protobuf:"bytes,9,opt,name=why_not,json=whyNot,proto3" json:"why_not,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

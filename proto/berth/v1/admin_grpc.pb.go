@@ -143,15 +143,15 @@ type AdminServiceClient interface {
 	// GetInfo says who this broker is and how it fares.
 	GetInfo(ctx context.Context, in *GetInfoRequest, opts ...grpc.CallOption) (*GetInfoResponse, error)
 	// Fsck compares ledger and providers both ways, and repairs when asked. It destroys nothing on one
-	// sighting, and nothing of a provider that is not well. Errors: STORE_FULL, since it checks a copy.
+	// observation, and nothing of a provider that is not well. Errors: STORE_FULL, since it checks a copy.
 	Fsck(ctx context.Context, in *FsckRequest, opts ...grpc.CallOption) (*FsckResponse, error)
 	// Backup streams a consistent copy of the ledger. The last piece bears the checksum: a stream that
 	// ends without it was cut off. Neither the broker's key nor kept output is in it. Errors: STORE_FULL,
 	// since the copy is made in the state directory first.
 	Backup(ctx context.Context, in *BackupRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[BackupResponse], error)
-	// ListEvents pages through events, newest first.
+	// Not built yet. ListEvents pages through events, newest first.
 	ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error)
-	// WatchEvents streams events from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchEvents streams events from a revision on. Errors: REVISION_COMPACTED.
 	WatchEvents(ctx context.Context, in *WatchEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchEventsResponse], error)
 }
 
@@ -240,15 +240,15 @@ type AdminServiceServer interface {
 	// GetInfo says who this broker is and how it fares.
 	GetInfo(context.Context, *GetInfoRequest) (*GetInfoResponse, error)
 	// Fsck compares ledger and providers both ways, and repairs when asked. It destroys nothing on one
-	// sighting, and nothing of a provider that is not well. Errors: STORE_FULL, since it checks a copy.
+	// observation, and nothing of a provider that is not well. Errors: STORE_FULL, since it checks a copy.
 	Fsck(context.Context, *FsckRequest) (*FsckResponse, error)
 	// Backup streams a consistent copy of the ledger. The last piece bears the checksum: a stream that
 	// ends without it was cut off. Neither the broker's key nor kept output is in it. Errors: STORE_FULL,
 	// since the copy is made in the state directory first.
 	Backup(*BackupRequest, grpc.ServerStreamingServer[BackupResponse]) error
-	// ListEvents pages through events, newest first.
+	// Not built yet. ListEvents pages through events, newest first.
 	ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error)
-	// WatchEvents streams events from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchEvents streams events from a revision on. Errors: REVISION_COMPACTED.
 	WatchEvents(*WatchEventsRequest, grpc.ServerStreamingServer[WatchEventsResponse]) error
 	mustEmbedUnimplementedAdminServiceServer()
 }

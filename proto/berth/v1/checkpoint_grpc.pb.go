@@ -32,7 +32,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// CheckpointService makes and restores restorable points.
+// Not built yet. CheckpointService makes and restores restorable points.
 type CheckpointServiceClient interface {
 	// CreateCheckpoint makes one; it is complete when it answers. Errors: CAPABILITY_MISSING.
 	CreateCheckpoint(ctx context.Context, in *CreateCheckpointRequest, opts ...grpc.CallOption) (*CreateCheckpointResponse, error)
@@ -141,7 +141,7 @@ func (c *checkpointServiceClient) DeleteCheckpoint(ctx context.Context, in *Dele
 // All implementations must embed UnimplementedCheckpointServiceServer
 // for forward compatibility.
 //
-// CheckpointService makes and restores restorable points.
+// Not built yet. CheckpointService makes and restores restorable points.
 type CheckpointServiceServer interface {
 	// CreateCheckpoint makes one; it is complete when it answers. Errors: CAPABILITY_MISSING.
 	CreateCheckpoint(context.Context, *CreateCheckpointRequest) (*CreateCheckpointResponse, error)

@@ -13,6 +13,10 @@
 //   - Every mutating request has the same three optional fields, always numbered 1, 2 and 3:
 //     request_id, if_generation, lease.
 //   - Sizes are bytes (suffix _bytes); output is bytes, never string.
+//   - No reply, and no message of a stream, is over 2 MiB; a page of a list ends at about 1 MiB, whatever
+//     page_size says. Where a job's spec would be too long in a reply, it is cut, and spec_cut says so.
+//   - A call or field whose comment says "Not built yet" is refused: a call with UNIMPLEMENTED, a field
+//     with a reason of its own.
 //   - Errors are a gRPC code plus google.rpc.ErrorInfo with domain "berth.v1" and a reason of the
 //     Reason list in this file, plus BadRequest, RetryInfo or PreconditionFailure where they help.
 
@@ -33,6 +37,60 @@ const (
 	// Verify that runtime/protoimpl is sufficiently up-to-date.
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
+
+// View is how much of a spec a list shows.
+type View int32
+
+const (
+	// BASIC.
+	View_VIEW_UNSPECIFIED View = 0
+	// A spec of more than 4 KiB is cut: environment and options are left out, of the command its beginning
+	// is there.
+	View_VIEW_BASIC View = 1
+	// Up to 1 MiB of each spec.
+	View_VIEW_FULL View = 2
+)
+
+// Enum value maps for View.
+var (
+	View_name = map[int32]string{
+		0: "VIEW_UNSPECIFIED",
+		1: "VIEW_BASIC",
+		2: "VIEW_FULL",
+	}
+	View_value = map[string]int32{
+		"VIEW_UNSPECIFIED": 0,
+		"VIEW_BASIC":       1,
+		"VIEW_FULL":        2,
+	}
+)
+
+func (x View) Enum() *View {
+	p := new(View)
+	*p = x
+	return p
+}
+
+func (x View) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (View) Descriptor() protoreflect.EnumDescriptor {
+	return file_berth_v1_common_proto_enumTypes[0].Descriptor()
+}
+
+func (View) Type() protoreflect.EnumType {
+	return &file_berth_v1_common_proto_enumTypes[0]
+}
+
+func (x View) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use View.Descriptor instead.
+func (View) EnumDescriptor() ([]byte, []int) {
+	return file_berth_v1_common_proto_rawDescGZIP(), []int{0}
+}
 
 // Reason is the list of ErrorInfo.reason values in this API, without the REASON_ prefix. It is
 // extended, never renamed. The comment of each gives the gRPC code and what the metadata holds.
@@ -110,6 +168,18 @@ const (
 	Reason_REASON_STOPPING Reason = 33
 	// INTERNAL: a defect of the broker.
 	Reason_REASON_INTERNAL Reason = 34
+	// UNIMPLEMENTED: this build does not have the call, or there is none of this name.
+	Reason_REASON_UNIMPLEMENTED Reason = 35
+	// INVALID_ARGUMENT: the message can't be decoded.
+	Reason_REASON_MALFORMED Reason = 36
+	// RESOURCE_EXHAUSTED: the message is over the limit of 4 MiB and 64 KiB. Metadata: limit.
+	Reason_REASON_TOO_LARGE Reason = 37
+	// CANCELLED: the caller went away; what the message says continues in the background.
+	Reason_REASON_CANCELED Reason = 38
+	// DEADLINE_EXCEEDED: the caller's deadline passed; what the message says continues in the background.
+	Reason_REASON_DEADLINE_EXCEEDED Reason = 39
+	// NOT_FOUND: grpc.health.v1 was asked about a service that it does not know.
+	Reason_REASON_SERVICE_NOT_FOUND Reason = 40
 )
 
 // Enum value maps for Reason.
@@ -150,6 +220,12 @@ var (
 		32: "REASON_WORKSPACE_FAILED",
 		33: "REASON_STOPPING",
 		34: "REASON_INTERNAL",
+		35: "REASON_UNIMPLEMENTED",
+		36: "REASON_MALFORMED",
+		37: "REASON_TOO_LARGE",
+		38: "REASON_CANCELED",
+		39: "REASON_DEADLINE_EXCEEDED",
+		40: "REASON_SERVICE_NOT_FOUND",
 	}
 	Reason_value = map[string]int32{
 		"REASON_UNSPECIFIED":          0,
@@ -187,6 +263,12 @@ var (
 		"REASON_WORKSPACE_FAILED":     32,
 		"REASON_STOPPING":             33,
 		"REASON_INTERNAL":             34,
+		"REASON_UNIMPLEMENTED":        35,
+		"REASON_MALFORMED":            36,
+		"REASON_TOO_LARGE":            37,
+		"REASON_CANCELED":             38,
+		"REASON_DEADLINE_EXCEEDED":    39,
+		"REASON_SERVICE_NOT_FOUND":    40,
 	}
 )
 
@@ -201,11 +283,11 @@ func (x Reason) String() string {
 }
 
 func (Reason) Descriptor() protoreflect.EnumDescriptor {
-	return file_berth_v1_common_proto_enumTypes[0].Descriptor()
+	return file_berth_v1_common_proto_enumTypes[1].Descriptor()
 }
 
 func (Reason) Type() protoreflect.EnumType {
-	return &file_berth_v1_common_proto_enumTypes[0]
+	return &file_berth_v1_common_proto_enumTypes[1]
 }
 
 func (x Reason) Number() protoreflect.EnumNumber {
@@ -214,7 +296,7 @@ func (x Reason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Reason.Descriptor instead.
 func (Reason) EnumDescriptor() ([]byte, []int) {
-	return file_berth_v1_common_proto_rawDescGZIP(), []int{0}
+	return file_berth_v1_common_proto_rawDescGZIP(), []int{1}
 }
 
 // LeaseRef names a lease as its holder knows it.
@@ -448,7 +530,12 @@ const file_berth_v1_common_proto_rawDesc = "" +
 	"\n" +
 	"machine_id\x18\x05 \x01(\tR\tmachineId\x12\x15\n" +
 	"\x06job_id\x18\x06 \x01(\tR\x05jobId\x12\x18\n" +
-	"\amessage\x18\a \x01(\tR\amessage*\xb8\a\n" +
+	"\amessage\x18\a \x01(\tR\amessage*;\n" +
+	"\x04View\x12\x14\n" +
+	"\x10VIEW_UNSPECIFIED\x10\x00\x12\x0e\n" +
+	"\n" +
+	"VIEW_BASIC\x10\x01\x12\r\n" +
+	"\tVIEW_FULL\x10\x02*\xcf\b\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14REASON_INVALID_FIELD\x10\x01\x12\x1c\n" +
@@ -485,7 +572,13 @@ const file_berth_v1_common_proto_rawDesc = "" +
 	"\x17REASON_PROVIDER_REFUSED\x10\x1f\x12\x1b\n" +
 	"\x17REASON_WORKSPACE_FAILED\x10 \x12\x13\n" +
 	"\x0fREASON_STOPPING\x10!\x12\x13\n" +
-	"\x0fREASON_INTERNAL\x10\"B7Z5github.com/berth-sandbox/berth/proto/berth/v1;berthv1b\x06proto3"
+	"\x0fREASON_INTERNAL\x10\"\x12\x18\n" +
+	"\x14REASON_UNIMPLEMENTED\x10#\x12\x14\n" +
+	"\x10REASON_MALFORMED\x10$\x12\x14\n" +
+	"\x10REASON_TOO_LARGE\x10%\x12\x13\n" +
+	"\x0fREASON_CANCELED\x10&\x12\x1c\n" +
+	"\x18REASON_DEADLINE_EXCEEDED\x10'\x12\x1c\n" +
+	"\x18REASON_SERVICE_NOT_FOUND\x10(B7Z5github.com/berth-sandbox/berth/proto/berth/v1;berthv1b\x06proto3"
 
 var (
 	file_berth_v1_common_proto_rawDescOnce sync.Once
@@ -499,17 +592,18 @@ func file_berth_v1_common_proto_rawDescGZIP() []byte {
 	return file_berth_v1_common_proto_rawDescData
 }
 
-var file_berth_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_berth_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
 var file_berth_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
 var file_berth_v1_common_proto_goTypes = []any{
-	(Reason)(0),                   // 0: berth.v1.Reason
-	(*LeaseRef)(nil),              // 1: berth.v1.LeaseRef
-	(*ByteRange)(nil),             // 2: berth.v1.ByteRange
-	(*Event)(nil),                 // 3: berth.v1.Event
-	(*timestamppb.Timestamp)(nil), // 4: google.protobuf.Timestamp
+	(View)(0),                     // 0: berth.v1.View
+	(Reason)(0),                   // 1: berth.v1.Reason
+	(*LeaseRef)(nil),              // 2: berth.v1.LeaseRef
+	(*ByteRange)(nil),             // 3: berth.v1.ByteRange
+	(*Event)(nil),                 // 4: berth.v1.Event
+	(*timestamppb.Timestamp)(nil), // 5: google.protobuf.Timestamp
 }
 var file_berth_v1_common_proto_depIdxs = []int32{
-	4, // 0: berth.v1.Event.time:type_name -> google.protobuf.Timestamp
+	5, // 0: berth.v1.Event.time:type_name -> google.protobuf.Timestamp
 	1, // [1:1] is the sub-list for method output_type
 	1, // [1:1] is the sub-list for method input_type
 	1, // [1:1] is the sub-list for extension type_name
@@ -527,7 +621,7 @@ func file_berth_v1_common_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_berth_v1_common_proto_rawDesc), len(file_berth_v1_common_proto_rawDesc)),
-			NumEnums:      1,
+			NumEnums:      2,
 			NumMessages:   3,
 			NumExtensions: 0,
 			NumServices:   0,

@@ -40,7 +40,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// FileService reads and writes files in a machine. Relative paths are relative to the workspace;
+// Not built yet. FileService reads and writes files in a machine. Relative paths are relative to the workspace;
 // paths are bytes, as file names need not be UTF-8. Errors of all calls: SANDBOX_NOT_FOUND,
 // WRONG_STATE, RECOVERING, GUEST_UNREACHABLE, and INVALID_FIELD for a path that leaves the
 // workspace where it must not.
@@ -272,7 +272,7 @@ type FileService_WatchDirectoryClient = grpc.ServerStreamingClient[WatchDirector
 // All implementations must embed UnimplementedFileServiceServer
 // for forward compatibility.
 //
-// FileService reads and writes files in a machine. Relative paths are relative to the workspace;
+// Not built yet. FileService reads and writes files in a machine. Relative paths are relative to the workspace;
 // paths are bytes, as file names need not be UTF-8. Errors of all calls: SANDBOX_NOT_FOUND,
 // WRONG_STATE, RECOVERING, GUEST_UNREACHABLE, and INVALID_FIELD for a path that leaves the
 // workspace where it must not.

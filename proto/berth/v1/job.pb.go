@@ -276,13 +276,13 @@ type JobSpec struct {
 	// A script for /bin/bash -c, or /bin/sh -c where there is no bash; Job.shell says which. It is one
 	// argument, so a long one is better given as stdin of argv ["bash", "-s"].
 	Shell string `protobuf:"bytes,2,opt,name=shell,proto3" json:"shell,omitempty"`
-	// Working directory. Default: the workspace; relative paths are relative to it.
+	// Working directory, at most 4095 bytes. Default: the workspace; relative paths are relative to it.
 	Cwd string `protobuf:"bytes,3,opt,name=cwd,proto3" json:"cwd,omitempty"`
-	// Added to the sandbox's environment.
+	// Added to the sandbox's environment; at most 1 MiB with secret_env.
 	Env map[string]string `protobuf:"bytes,4,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Like env; sealed in the ledger, and never in a reply, a log or an argv.
 	SecretEnv map[string]string `protobuf:"bytes,5,rep,name=secret_env,json=secretEnv,proto3" json:"secret_env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// User name or uid, optionally ":" and a group. Default: the image's, or the guest's own.
+	// User name or uid, optionally ":" and a group; at most 256 bytes. Default: the image's, or the guest's own.
 	User string `protobuf:"bytes,6,opt,name=user,proto3" json:"user,omitempty"`
 	// Standard input. Default: none, a read gets end of file at once.
 	Stdin *Stdin `protobuf:"bytes,7,opt,name=stdin,proto3" json:"stdin,omitempty"`
@@ -290,7 +290,7 @@ type JobSpec struct {
 	Tty *TerminalSize `protobuf:"bytes,8,opt,name=tty,proto3" json:"tty,omitempty"`
 	// Send stderr into stdout, in the order written.
 	MergeStderr bool `protobuf:"varint,9,opt,name=merge_stderr,json=mergeStderr,proto3" json:"merge_stderr,omitempty"`
-	// Kill it after this long, counted by the guest. Zero: never.
+	// Kill it after this long, counted by the guest. Zero: never. At most 100 years.
 	Timeout *durationpb.Duration `protobuf:"bytes,10,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	// Between TERM and KILL. Default 5 s; at most 1 h.
 	KillGrace *durationpb.Duration `protobuf:"bytes,11,opt,name=kill_grace,json=killGrace,proto3" json:"kill_grace,omitempty"`
@@ -303,7 +303,7 @@ type JobSpec struct {
 	// What happens when the caller goes away.
 	OnDisconnect OnDisconnect `protobuf:"varint,14,opt,name=on_disconnect,json=onDisconnect,proto3,enum=berth.v1.OnDisconnect" json:"on_disconnect,omitempty"`
 	// For KILL: how long the guest waits for a reader to come back, the broker's own absence
-	// included. Default 60 s for Exec; zero for RunCommand without a request_id, since nobody can
+	// included; at most 24 h. Default 60 s for Exec; zero for RunCommand without a request_id, since nobody can
 	// come back for that.
 	DisconnectGrace *durationpb.Duration `protobuf:"bytes,15,opt,name=disconnect_grace,json=disconnectGrace,proto3" json:"disconnect_grace,omitempty"`
 	// For finding; same bounds as a sandbox's.
@@ -617,7 +617,9 @@ type WaitStatus struct {
 	//	*WaitStatus_Signal
 	Status isWaitStatus_Status `protobuf_oneof:"status"`
 	// A core was dumped.
-	CoreDumped    bool `protobuf:"varint,3,opt,name=core_dumped,json=coreDumped,proto3" json:"core_dumped,omitempty"`
+	CoreDumped bool `protobuf:"varint,3,opt,name=core_dumped,json=coreDumped,proto3" json:"core_dumped,omitempty"`
+	// The name of signal, for example "SIGKILL"; empty with a code, and of a signal without a name.
+	SignalName    string `protobuf:"bytes,4,opt,name=signal_name,json=signalName,proto3" json:"signal_name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -682,6 +684,13 @@ func (x *WaitStatus) GetCoreDumped() bool {
 		return x.CoreDumped
 	}
 	return false
+}
+
+func (x *WaitStatus) GetSignalName() string {
+	if x != nil {
+		return x.SignalName
+	}
+	return ""
 }
 
 type isWaitStatus_Status interface {
@@ -795,8 +804,8 @@ func (x *Outcome) GetOutputStillOpen() bool {
 	return false
 }
 
-// OutputFacts says how much there is of one stream.
-type OutputFacts struct {
+// OutputStats says how much there is of one stream.
+type OutputStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Bytes written in all, kept or not.
 	TotalBytes uint64 `protobuf:"varint,1,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
@@ -812,20 +821,20 @@ type OutputFacts struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *OutputFacts) Reset() {
-	*x = OutputFacts{}
+func (x *OutputStats) Reset() {
+	*x = OutputStats{}
 	mi := &file_berth_v1_job_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *OutputFacts) String() string {
+func (x *OutputStats) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*OutputFacts) ProtoMessage() {}
+func (*OutputStats) ProtoMessage() {}
 
-func (x *OutputFacts) ProtoReflect() protoreflect.Message {
+func (x *OutputStats) ProtoReflect() protoreflect.Message {
 	mi := &file_berth_v1_job_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -837,40 +846,40 @@ func (x *OutputFacts) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use OutputFacts.ProtoReflect.Descriptor instead.
-func (*OutputFacts) Descriptor() ([]byte, []int) {
+// Deprecated: Use OutputStats.ProtoReflect.Descriptor instead.
+func (*OutputStats) Descriptor() ([]byte, []int) {
 	return file_berth_v1_job_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *OutputFacts) GetTotalBytes() uint64 {
+func (x *OutputStats) GetTotalBytes() uint64 {
 	if x != nil {
 		return x.TotalBytes
 	}
 	return 0
 }
 
-func (x *OutputFacts) GetKept() []*ByteRange {
+func (x *OutputStats) GetKept() []*ByteRange {
 	if x != nil {
 		return x.Kept
 	}
 	return nil
 }
 
-func (x *OutputFacts) GetDroppedBytes() uint64 {
+func (x *OutputStats) GetDroppedBytes() uint64 {
 	if x != nil {
 		return x.DroppedBytes
 	}
 	return 0
 }
 
-func (x *OutputFacts) GetEndAtExit() uint64 {
+func (x *OutputStats) GetEndAtExit() uint64 {
 	if x != nil && x.EndAtExit != nil {
 		return *x.EndAtExit
 	}
 	return 0
 }
 
-func (x *OutputFacts) GetSealed() bool {
+func (x *OutputStats) GetSealed() bool {
 	if x != nil {
 		return x.Sealed
 	}
@@ -894,16 +903,16 @@ type Job struct {
 	Revision uint64 `protobuf:"varint,6,opt,name=revision,proto3" json:"revision,omitempty"`
 	// Where it stands.
 	State JobState `protobuf:"varint,7,opt,name=state,proto3,enum=berth.v1.JobState" json:"state,omitempty"`
-	// What was asked, without secret_env's values and stdin's data.
+	// What was asked, without secret_env's values and stdin's data; see spec_cut.
 	Spec *JobSpec `protobuf:"bytes,8,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Its caller did not stay attached.
 	Detached bool `protobuf:"varint,9,opt,name=detached,proto3" json:"detached,omitempty"`
 	// How it ended; absent until it is DONE.
 	Outcome *Outcome `protobuf:"bytes,10,opt,name=outcome,proto3" json:"outcome,omitempty"`
-	// Facts about stdout.
-	Stdout *OutputFacts `protobuf:"bytes,11,opt,name=stdout,proto3" json:"stdout,omitempty"`
-	// Facts about stderr.
-	Stderr *OutputFacts `protobuf:"bytes,12,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	// Stats about stdout.
+	Stdout *OutputStats `protobuf:"bytes,11,opt,name=stdout,proto3" json:"stdout,omitempty"`
+	// Stats about stderr.
+	Stderr *OutputStats `protobuf:"bytes,12,opt,name=stderr,proto3" json:"stderr,omitempty"`
 	// When the broker accepted it.
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// When the guest began it, by the machine's clock.
@@ -915,7 +924,9 @@ type Job struct {
 	// Who held the sandbox when it was started.
 	Holder string `protobuf:"bytes,17,opt,name=holder,proto3" json:"holder,omitempty"`
 	// User and system CPU time of the leader and what it waited for; absent until known.
-	CpuTime       *durationpb.Duration `protobuf:"bytes,18,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
+	CpuTime *durationpb.Duration `protobuf:"bytes,18,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
+	// spec is not whole here, see View: BASIC in every reply but FULL lists and a PollJob without tails.
+	SpecCut       bool `protobuf:"varint,19,opt,name=spec_cut,json=specCut,proto3" json:"spec_cut,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1020,14 +1031,14 @@ func (x *Job) GetOutcome() *Outcome {
 	return nil
 }
 
-func (x *Job) GetStdout() *OutputFacts {
+func (x *Job) GetStdout() *OutputStats {
 	if x != nil {
 		return x.Stdout
 	}
 	return nil
 }
 
-func (x *Job) GetStderr() *OutputFacts {
+func (x *Job) GetStderr() *OutputStats {
 	if x != nil {
 		return x.Stderr
 	}
@@ -1074,6 +1085,13 @@ func (x *Job) GetCpuTime() *durationpb.Duration {
 		return x.CpuTime
 	}
 	return nil
+}
+
+func (x *Job) GetSpecCut() bool {
+	if x != nil {
+		return x.SpecCut
+	}
+	return false
 }
 
 // OutputChunk is a piece of one stream.
@@ -1215,8 +1233,8 @@ type BoundedOutput struct {
 	TailOffset uint64 `protobuf:"varint,3,opt,name=tail_offset,json=tailOffset,proto3" json:"tail_offset,omitempty"`
 	// Left out between head and tail.
 	OmittedBytes uint64 `protobuf:"varint,4,opt,name=omitted_bytes,json=omittedBytes,proto3" json:"omitted_bytes,omitempty"`
-	// Facts about the whole stream.
-	Facts *OutputFacts `protobuf:"bytes,5,opt,name=facts,proto3" json:"facts,omitempty"`
+	// Stats about the whole stream.
+	Stats *OutputStats `protobuf:"bytes,5,opt,name=stats,proto3" json:"stats,omitempty"`
 	// With text_output: head, a marker where bytes were left out, and tail, as text.
 	Text string `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
 	// text had invalid UTF-8, which was replaced by U+FFFD.
@@ -1283,9 +1301,9 @@ func (x *BoundedOutput) GetOmittedBytes() uint64 {
 	return 0
 }
 
-func (x *BoundedOutput) GetFacts() *OutputFacts {
+func (x *BoundedOutput) GetStats() *OutputStats {
 	if x != nil {
-		return x.Facts
+		return x.Stats
 	}
 	return nil
 }
@@ -1318,7 +1336,8 @@ type RunCommandRequest struct {
 	// What to run. stdin may be none or bytes, not open; tty must be absent.
 	Spec *JobSpec `protobuf:"bytes,5,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Returned at most a stream: half as head, half as tail. Default 256 KiB; at most 512 KiB, or
-	// 1 MiB with merge_stderr, so that a reply is never over 1 MiB of output.
+	// 1 MiB with merge_stderr, so that a reply is never over 1 MiB of output. With text_output half of
+	// each.
 	MaxOutputBytes uint64 `protobuf:"varint,6,opt,name=max_output_bytes,json=maxOutputBytes,proto3" json:"max_output_bytes,omitempty"`
 	// Also return output as text.
 	TextOutput    bool `protobuf:"varint,7,opt,name=text_output,json=textOutput,proto3" json:"text_output,omitempty"`
@@ -1481,6 +1500,7 @@ type ExecRequest struct {
 	//	*ExecRequest_Input
 	//	*ExecRequest_Resize
 	//	*ExecRequest_Signal
+	//	*ExecRequest_SignalName
 	Message       isExecRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1568,6 +1588,15 @@ func (x *ExecRequest) GetSignal() uint32 {
 	return 0
 }
 
+func (x *ExecRequest) GetSignalName() string {
+	if x != nil {
+		if x, ok := x.Message.(*ExecRequest_SignalName); ok {
+			return x.SignalName
+		}
+	}
+	return ""
+}
+
 type isExecRequest_Message interface {
 	isExecRequest_Message()
 }
@@ -1597,6 +1626,11 @@ type ExecRequest_Signal struct {
 	Signal uint32 `protobuf:"varint,5,opt,name=signal,proto3,oneof"`
 }
 
+type ExecRequest_SignalName struct {
+	// A signal's name instead, with or without SIG, for example "TERM".
+	SignalName string `protobuf:"bytes,6,opt,name=signal_name,json=signalName,proto3,oneof"`
+}
+
 func (*ExecRequest_Start) isExecRequest_Message() {}
 
 func (*ExecRequest_Reattach) isExecRequest_Message() {}
@@ -1606,6 +1640,8 @@ func (*ExecRequest_Input) isExecRequest_Message() {}
 func (*ExecRequest_Resize) isExecRequest_Message() {}
 
 func (*ExecRequest_Signal) isExecRequest_Message() {}
+
+func (*ExecRequest_SignalName) isExecRequest_Message() {}
 
 // ExecStart starts a new attached command.
 type ExecStart struct {
@@ -1756,8 +1792,13 @@ func (x *ExecReattach) GetStderrOffset() uint64 {
 // ExecInput is a piece of stdin.
 type ExecInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Offset of its first byte in the whole of stdin.
-	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Where data goes. Absent: behind what this caller sent before, which after a reattach is behind what
+	// was taken.
+	//
+	// Types that are valid to be assigned to Position:
+	//
+	//	*ExecInput_Offset
+	Position isExecInput_Position `protobuf_oneof:"position"`
 	// At most 1 MiB.
 	Data []byte `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
 	// Close stdin after it.
@@ -1796,9 +1837,18 @@ func (*ExecInput) Descriptor() ([]byte, []int) {
 	return file_berth_v1_job_proto_rawDescGZIP(), []int{15}
 }
 
+func (x *ExecInput) GetPosition() isExecInput_Position {
+	if x != nil {
+		return x.Position
+	}
+	return nil
+}
+
 func (x *ExecInput) GetOffset() uint64 {
 	if x != nil {
-		return x.Offset
+		if x, ok := x.Position.(*ExecInput_Offset); ok {
+			return x.Offset
+		}
 	}
 	return 0
 }
@@ -1816,6 +1866,17 @@ func (x *ExecInput) GetEof() bool {
 	}
 	return false
 }
+
+type isExecInput_Position interface {
+	isExecInput_Position()
+}
+
+type ExecInput_Offset struct {
+	// Offset of data's first byte in the whole of stdin.
+	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3,oneof"`
+}
+
+func (*ExecInput_Offset) isExecInput_Position() {}
 
 // ExecResponse is what an attached caller gets.
 type ExecResponse struct {
@@ -1942,7 +2003,7 @@ type ExecResponse_InputAcknowledged struct {
 
 type ExecResponse_Done struct {
 	// Last: the job, DONE. The caller half-closes then, which says that it has everything: until
-	// then, and for two minutes if it does not, it may come back with reattach.
+	// then, and for two minutes if it does not or did so before, it may come back with reattach.
 	Done *Job `protobuf:"bytes,5,opt,name=done,proto3,oneof"`
 }
 
@@ -2295,7 +2356,7 @@ type ReadJobOutputRequest struct {
 	// From here. An offset that was dropped is refused with OUTPUT_EXPIRED, whose metadata gives the
 	// next offset that is kept.
 	Offset uint64 `protobuf:"varint,3,opt,name=offset,proto3" json:"offset,omitempty"`
-	// At most this many. Default 256 KiB; at most 1 MiB.
+	// At most this many. Default 256 KiB; at most 1 MiB, or 512 KiB with text_output.
 	MaxBytes uint64 `protobuf:"varint,4,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
 	// Wait this long for a byte at offset if there is none yet and the stream is not sealed. Zero:
 	// answer at once. At most 10 min.
@@ -2389,8 +2450,8 @@ type ReadJobOutputResponse struct {
 	NextOffset uint64 `protobuf:"varint,3,opt,name=next_offset,json=nextOffset,proto3" json:"next_offset,omitempty"`
 	// The stream is sealed and ends at next_offset.
 	Eof bool `protobuf:"varint,4,opt,name=eof,proto3" json:"eof,omitempty"`
-	// Facts about the whole stream.
-	Facts *OutputFacts `protobuf:"bytes,5,opt,name=facts,proto3" json:"facts,omitempty"`
+	// Stats about the whole stream.
+	Stats *OutputStats `protobuf:"bytes,5,opt,name=stats,proto3" json:"stats,omitempty"`
 	// With text_output: data as text.
 	Text string `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
 	// text had invalid UTF-8, which was replaced by U+FFFD.
@@ -2457,9 +2518,9 @@ func (x *ReadJobOutputResponse) GetEof() bool {
 	return false
 }
 
-func (x *ReadJobOutputResponse) GetFacts() *OutputFacts {
+func (x *ReadJobOutputResponse) GetStats() *OutputStats {
 	if x != nil {
-		return x.Facts
+		return x.Stats
 	}
 	return nil
 }
@@ -2667,7 +2728,7 @@ func (*FollowJobResponse_Done) isFollowJobResponse_Message() {}
 // WriteJobInputRequest feeds stdin.
 type WriteJobInputRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// See the head of common.proto. Not needed here: the offset makes the call repeatable.
+	// See the head of common.proto. Not remembered here: the offset makes the call repeatable.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// See the head of common.proto.
 	IfGeneration uint64 `protobuf:"varint,2,opt,name=if_generation,json=ifGeneration,proto3" json:"if_generation,omitempty"`
@@ -2675,8 +2736,12 @@ type WriteJobInputRequest struct {
 	Lease *LeaseRef `protobuf:"bytes,3,opt,name=lease,proto3" json:"lease,omitempty"`
 	// job_….
 	JobId string `protobuf:"bytes,4,opt,name=job_id,json=jobId,proto3" json:"job_id,omitempty"`
-	// Offset of data's first byte in the whole of stdin.
-	Offset uint64 `protobuf:"varint,5,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Where data goes. Absent: behind what was taken of stdin; such a call, made again, writes again.
+	//
+	// Types that are valid to be assigned to Position:
+	//
+	//	*WriteJobInputRequest_Offset
+	Position isWriteJobInputRequest_Position `protobuf_oneof:"position"`
 	// At most 1 MiB.
 	Data []byte `protobuf:"bytes,6,opt,name=data,proto3" json:"data,omitempty"`
 	// Close stdin after it.
@@ -2743,9 +2808,18 @@ func (x *WriteJobInputRequest) GetJobId() string {
 	return ""
 }
 
+func (x *WriteJobInputRequest) GetPosition() isWriteJobInputRequest_Position {
+	if x != nil {
+		return x.Position
+	}
+	return nil
+}
+
 func (x *WriteJobInputRequest) GetOffset() uint64 {
 	if x != nil {
-		return x.Offset
+		if x, ok := x.Position.(*WriteJobInputRequest_Offset); ok {
+			return x.Offset
+		}
 	}
 	return 0
 }
@@ -2763,6 +2837,17 @@ func (x *WriteJobInputRequest) GetEof() bool {
 	}
 	return false
 }
+
+type isWriteJobInputRequest_Position interface {
+	isWriteJobInputRequest_Position()
+}
+
+type WriteJobInputRequest_Offset struct {
+	// Offset of data's first byte in the whole of stdin.
+	Offset uint64 `protobuf:"varint,5,opt,name=offset,proto3,oneof"`
+}
+
+func (*WriteJobInputRequest_Offset) isWriteJobInputRequest_Position() {}
 
 // WriteJobInputResponse acknowledges.
 type WriteJobInputResponse struct {
@@ -2822,7 +2907,9 @@ type SignalJobRequest struct {
 	// job_….
 	JobId string `protobuf:"bytes,4,opt,name=job_id,json=jobId,proto3" json:"job_id,omitempty"`
 	// The signal's number, 1 to 64.
-	Signal        uint32 `protobuf:"varint,5,opt,name=signal,proto3" json:"signal,omitempty"`
+	Signal uint32 `protobuf:"varint,5,opt,name=signal,proto3" json:"signal,omitempty"`
+	// Its name instead, with or without SIG, for example "TERM".
+	SignalName    string `protobuf:"bytes,6,opt,name=signal_name,json=signalName,proto3" json:"signal_name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2890,6 +2977,13 @@ func (x *SignalJobRequest) GetSignal() uint32 {
 		return x.Signal
 	}
 	return 0
+}
+
+func (x *SignalJobRequest) GetSignalName() string {
+	if x != nil {
+		return x.SignalName
+	}
+	return ""
 }
 
 // SignalJobResponse holds the job as it was then.
@@ -3071,14 +3165,16 @@ type ListJobsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At most this many; 0 is 100, more than 1000 is 1000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// next_page_token of the page before.
+	// next_page_token of the page before, as it is; the filter must be the same.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only this sandbox's.
 	SandboxId string `protobuf:"bytes,3,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	// Only these states. Default: all.
 	States []JobState `protobuf:"varint,4,rep,packed,name=states,proto3,enum=berth.v1.JobState" json:"states,omitempty"`
-	// Only those that bear all of these labels; an empty value matches any.
-	Labels        map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Only those that bear all of these labels, at most 64; an empty value matches any.
+	Labels map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// How much of each spec is shown.
+	View          View `protobuf:"varint,6,opt,name=view,proto3,enum=berth.v1.View" json:"view,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3146,6 +3242,13 @@ func (x *ListJobsRequest) GetLabels() map[string]string {
 		return x.Labels
 	}
 	return nil
+}
+
+func (x *ListJobsRequest) GetView() View {
+	if x != nil {
+		return x.View
+	}
+	return View_VIEW_UNSPECIFIED
 }
 
 // ListJobsResponse is one page.
@@ -3365,13 +3468,15 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x06source\"6\n" +
 	"\fTerminalSize\x12\x12\n" +
 	"\x04cols\x18\x01 \x01(\rR\x04cols\x12\x12\n" +
-	"\x04rows\x18\x02 \x01(\rR\x04rows\"g\n" +
+	"\x04rows\x18\x02 \x01(\rR\x04rows\"\x88\x01\n" +
 	"\n" +
 	"WaitStatus\x12\x14\n" +
 	"\x04code\x18\x01 \x01(\rH\x00R\x04code\x12\x18\n" +
 	"\x06signal\x18\x02 \x01(\rH\x00R\x06signal\x12\x1f\n" +
 	"\vcore_dumped\x18\x03 \x01(\bR\n" +
-	"coreDumpedB\b\n" +
+	"coreDumped\x12\x1f\n" +
+	"\vsignal_name\x18\x04 \x01(\tR\n" +
+	"signalNameB\b\n" +
 	"\x06status\"\xf9\x01\n" +
 	"\aOutcome\x12%\n" +
 	"\x05cause\x18\x01 \x01(\x0e2\x0f.berth.v1.CauseR\x05cause\x125\n" +
@@ -3383,14 +3488,14 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x11output_still_open\x18\x06 \x01(\bR\x0foutputStillOpenB\f\n" +
 	"\n" +
 	"_exit_code\"\xc9\x01\n" +
-	"\vOutputFacts\x12\x1f\n" +
+	"\vOutputStats\x12\x1f\n" +
 	"\vtotal_bytes\x18\x01 \x01(\x04R\n" +
 	"totalBytes\x12'\n" +
 	"\x04kept\x18\x02 \x03(\v2\x13.berth.v1.ByteRangeR\x04kept\x12#\n" +
 	"\rdropped_bytes\x18\x03 \x01(\x04R\fdroppedBytes\x12#\n" +
 	"\vend_at_exit\x18\x04 \x01(\x04H\x00R\tendAtExit\x88\x01\x01\x12\x16\n" +
 	"\x06sealed\x18\x05 \x01(\bR\x06sealedB\x0e\n" +
-	"\f_end_at_exit\"\xb8\x05\n" +
+	"\f_end_at_exit\"\xd3\x05\n" +
 	"\x03Job\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
@@ -3407,8 +3512,8 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\bdetached\x18\t \x01(\bR\bdetached\x12+\n" +
 	"\aoutcome\x18\n" +
 	" \x01(\v2\x11.berth.v1.OutcomeR\aoutcome\x12-\n" +
-	"\x06stdout\x18\v \x01(\v2\x15.berth.v1.OutputFactsR\x06stdout\x12-\n" +
-	"\x06stderr\x18\f \x01(\v2\x15.berth.v1.OutputFactsR\x06stderr\x12;\n" +
+	"\x06stdout\x18\v \x01(\v2\x15.berth.v1.OutputStatsR\x06stdout\x12-\n" +
+	"\x06stderr\x18\f \x01(\v2\x15.berth.v1.OutputStatsR\x06stderr\x12;\n" +
 	"\vcreate_time\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x129\n" +
 	"\n" +
@@ -3416,7 +3521,8 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\bend_time\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\aendTime\x12\x14\n" +
 	"\x05shell\x18\x10 \x01(\tR\x05shell\x12\x16\n" +
 	"\x06holder\x18\x11 \x01(\tR\x06holder\x124\n" +
-	"\bcpu_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\"\x93\x01\n" +
+	"\bcpu_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\x12\x19\n" +
+	"\bspec_cut\x18\x13 \x01(\bR\aspecCut\"\x93\x01\n" +
 	"\vOutputChunk\x12(\n" +
 	"\x06stream\x18\x01 \x01(\x0e2\x10.berth.v1.StreamR\x06stream\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
@@ -3431,7 +3537,7 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\vtail_offset\x18\x03 \x01(\x04R\n" +
 	"tailOffset\x12#\n" +
 	"\romitted_bytes\x18\x04 \x01(\x04R\fomittedBytes\x12+\n" +
-	"\x05facts\x18\x05 \x01(\v2\x15.berth.v1.OutputFactsR\x05facts\x12\x12\n" +
+	"\x05stats\x18\x05 \x01(\v2\x15.berth.v1.OutputStatsR\x05stats\x12\x12\n" +
 	"\x04text\x18\x06 \x01(\tR\x04text\x12#\n" +
 	"\rtext_replaced\x18\a \x01(\bR\ftextReplaced\"\x92\x02\n" +
 	"\x11RunCommandRequest\x12\x1d\n" +
@@ -3448,13 +3554,15 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x12RunCommandResponse\x12\x1f\n" +
 	"\x03job\x18\x01 \x01(\v2\r.berth.v1.JobR\x03job\x12/\n" +
 	"\x06stdout\x18\x02 \x01(\v2\x17.berth.v1.BoundedOutputR\x06stdout\x12/\n" +
-	"\x06stderr\x18\x03 \x01(\v2\x17.berth.v1.BoundedOutputR\x06stderr\"\xf4\x01\n" +
+	"\x06stderr\x18\x03 \x01(\v2\x17.berth.v1.BoundedOutputR\x06stderr\"\x97\x02\n" +
 	"\vExecRequest\x12+\n" +
 	"\x05start\x18\x01 \x01(\v2\x13.berth.v1.ExecStartH\x00R\x05start\x124\n" +
 	"\breattach\x18\x02 \x01(\v2\x16.berth.v1.ExecReattachH\x00R\breattach\x12+\n" +
 	"\x05input\x18\x03 \x01(\v2\x13.berth.v1.ExecInputH\x00R\x05input\x120\n" +
 	"\x06resize\x18\x04 \x01(\v2\x16.berth.v1.TerminalSizeH\x00R\x06resize\x12\x18\n" +
-	"\x06signal\x18\x05 \x01(\rH\x00R\x06signalB\t\n" +
+	"\x06signal\x18\x05 \x01(\rH\x00R\x06signal\x12!\n" +
+	"\vsignal_name\x18\x06 \x01(\tH\x00R\n" +
+	"signalNameB\t\n" +
 	"\amessage\"\xbf\x01\n" +
 	"\tExecStart\x12\x1d\n" +
 	"\n" +
@@ -3467,11 +3575,13 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\fExecReattach\x12\x15\n" +
 	"\x06job_id\x18\x01 \x01(\tR\x05jobId\x12#\n" +
 	"\rstdout_offset\x18\x02 \x01(\x04R\fstdoutOffset\x12#\n" +
-	"\rstderr_offset\x18\x03 \x01(\x04R\fstderrOffset\"I\n" +
-	"\tExecInput\x12\x16\n" +
-	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n" +
+	"\rstderr_offset\x18\x03 \x01(\x04R\fstderrOffset\"W\n" +
+	"\tExecInput\x12\x18\n" +
+	"\x06offset\x18\x01 \x01(\x04H\x00R\x06offset\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\x12\x10\n" +
-	"\x03eof\x18\x03 \x01(\bR\x03eof\"\xfa\x01\n" +
+	"\x03eof\x18\x03 \x01(\bR\x03eofB\n" +
+	"\n" +
+	"\bposition\"\xfa\x01\n" +
 	"\fExecResponse\x121\n" +
 	"\astarted\x18\x01 \x01(\v2\x15.berth.v1.ExecStartedH\x00R\astarted\x12-\n" +
 	"\x05chunk\x18\x02 \x01(\v2\x15.berth.v1.OutputChunkH\x00R\x05chunk\x12'\n" +
@@ -3518,7 +3628,7 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\vnext_offset\x18\x03 \x01(\x04R\n" +
 	"nextOffset\x12\x10\n" +
 	"\x03eof\x18\x04 \x01(\bR\x03eof\x12+\n" +
-	"\x05facts\x18\x05 \x01(\v2\x15.berth.v1.OutputFactsR\x05facts\x12\x12\n" +
+	"\x05stats\x18\x05 \x01(\v2\x15.berth.v1.OutputStatsR\x05stats\x12\x12\n" +
 	"\x04text\x18\x06 \x01(\tR\x04text\x12#\n" +
 	"\rtext_replaced\x18\a \x01(\bR\ftextReplaced\"\xc2\x01\n" +
 	"\x10FollowJobRequest\x12\x15\n" +
@@ -3531,26 +3641,30 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x05chunk\x18\x01 \x01(\v2\x15.berth.v1.OutputChunkH\x00R\x05chunk\x12'\n" +
 	"\x03gap\x18\x02 \x01(\v2\x13.berth.v1.OutputGapH\x00R\x03gap\x12#\n" +
 	"\x04done\x18\x03 \x01(\v2\r.berth.v1.JobH\x00R\x04doneB\t\n" +
-	"\amessage\"\xd9\x01\n" +
+	"\amessage\"\xe7\x01\n" +
 	"\x14WriteJobInputRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12#\n" +
 	"\rif_generation\x18\x02 \x01(\x04R\fifGeneration\x12(\n" +
 	"\x05lease\x18\x03 \x01(\v2\x12.berth.v1.LeaseRefR\x05lease\x12\x15\n" +
-	"\x06job_id\x18\x04 \x01(\tR\x05jobId\x12\x16\n" +
-	"\x06offset\x18\x05 \x01(\x04R\x06offset\x12\x12\n" +
+	"\x06job_id\x18\x04 \x01(\tR\x05jobId\x12\x18\n" +
+	"\x06offset\x18\x05 \x01(\x04H\x00R\x06offset\x12\x12\n" +
 	"\x04data\x18\x06 \x01(\fR\x04data\x12\x10\n" +
-	"\x03eof\x18\a \x01(\bR\x03eof\"8\n" +
+	"\x03eof\x18\a \x01(\bR\x03eofB\n" +
+	"\n" +
+	"\bposition\"8\n" +
 	"\x15WriteJobInputResponse\x12\x1f\n" +
 	"\vnext_offset\x18\x01 \x01(\x04R\n" +
-	"nextOffset\"\xaf\x01\n" +
+	"nextOffset\"\xd0\x01\n" +
 	"\x10SignalJobRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12#\n" +
 	"\rif_generation\x18\x02 \x01(\x04R\fifGeneration\x12(\n" +
 	"\x05lease\x18\x03 \x01(\v2\x12.berth.v1.LeaseRefR\x05lease\x12\x15\n" +
 	"\x06job_id\x18\x04 \x01(\tR\x05jobId\x12\x16\n" +
-	"\x06signal\x18\x05 \x01(\rR\x06signal\"4\n" +
+	"\x06signal\x18\x05 \x01(\rR\x06signal\x12\x1f\n" +
+	"\vsignal_name\x18\x06 \x01(\tR\n" +
+	"signalName\"4\n" +
 	"\x11SignalJobResponse\x12\x1f\n" +
 	"\x03job\x18\x01 \x01(\v2\r.berth.v1.JobR\x03job\"\xc6\x01\n" +
 	"\x0eStopJobRequest\x12\x1d\n" +
@@ -3561,7 +3675,7 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x06job_id\x18\x04 \x01(\tR\x05jobId\x12/\n" +
 	"\x05grace\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"2\n" +
 	"\x0fStopJobResponse\x12\x1f\n" +
-	"\x03job\x18\x01 \x01(\v2\r.berth.v1.JobR\x03job\"\x92\x02\n" +
+	"\x03job\x18\x01 \x01(\v2\r.berth.v1.JobR\x03job\"\xb6\x02\n" +
 	"\x0fListJobsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -3569,7 +3683,8 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\n" +
 	"sandbox_id\x18\x03 \x01(\tR\tsandboxId\x12*\n" +
 	"\x06states\x18\x04 \x03(\x0e2\x12.berth.v1.JobStateR\x06states\x12=\n" +
-	"\x06labels\x18\x05 \x03(\v2%.berth.v1.ListJobsRequest.LabelsEntryR\x06labels\x1a9\n" +
+	"\x06labels\x18\x05 \x03(\v2%.berth.v1.ListJobsRequest.LabelsEntryR\x06labels\x12\"\n" +
+	"\x04view\x18\x06 \x01(\x0e2\x0e.berth.v1.ViewR\x04view\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"y\n" +
@@ -3647,7 +3762,7 @@ var file_berth_v1_job_proto_goTypes = []any{
 	(*TerminalSize)(nil),          // 6: berth.v1.TerminalSize
 	(*WaitStatus)(nil),            // 7: berth.v1.WaitStatus
 	(*Outcome)(nil),               // 8: berth.v1.Outcome
-	(*OutputFacts)(nil),           // 9: berth.v1.OutputFacts
+	(*OutputStats)(nil),           // 9: berth.v1.OutputStats
 	(*Job)(nil),                   // 10: berth.v1.Job
 	(*OutputChunk)(nil),           // 11: berth.v1.OutputChunk
 	(*OutputGap)(nil),             // 12: berth.v1.OutputGap
@@ -3686,6 +3801,7 @@ var file_berth_v1_job_proto_goTypes = []any{
 	(*ByteRange)(nil),             // 45: berth.v1.ByteRange
 	(*timestamppb.Timestamp)(nil), // 46: google.protobuf.Timestamp
 	(*LeaseRef)(nil),              // 47: berth.v1.LeaseRef
+	(View)(0),                     // 48: berth.v1.View
 }
 var file_berth_v1_job_proto_depIdxs = []int32{
 	40, // 0: berth.v1.JobSpec.env:type_name -> berth.v1.JobSpec.EnvEntry
@@ -3700,12 +3816,12 @@ var file_berth_v1_job_proto_depIdxs = []int32{
 	44, // 9: berth.v1.JobSpec.start_deadline:type_name -> google.protobuf.Duration
 	2,  // 10: berth.v1.Outcome.cause:type_name -> berth.v1.Cause
 	7,  // 11: berth.v1.Outcome.wait_status:type_name -> berth.v1.WaitStatus
-	45, // 12: berth.v1.OutputFacts.kept:type_name -> berth.v1.ByteRange
+	45, // 12: berth.v1.OutputStats.kept:type_name -> berth.v1.ByteRange
 	0,  // 13: berth.v1.Job.state:type_name -> berth.v1.JobState
 	4,  // 14: berth.v1.Job.spec:type_name -> berth.v1.JobSpec
 	8,  // 15: berth.v1.Job.outcome:type_name -> berth.v1.Outcome
-	9,  // 16: berth.v1.Job.stdout:type_name -> berth.v1.OutputFacts
-	9,  // 17: berth.v1.Job.stderr:type_name -> berth.v1.OutputFacts
+	9,  // 16: berth.v1.Job.stdout:type_name -> berth.v1.OutputStats
+	9,  // 17: berth.v1.Job.stderr:type_name -> berth.v1.OutputStats
 	46, // 18: berth.v1.Job.create_time:type_name -> google.protobuf.Timestamp
 	46, // 19: berth.v1.Job.start_time:type_name -> google.protobuf.Timestamp
 	46, // 20: berth.v1.Job.end_time:type_name -> google.protobuf.Timestamp
@@ -3714,7 +3830,7 @@ var file_berth_v1_job_proto_depIdxs = []int32{
 	46, // 23: berth.v1.OutputChunk.time:type_name -> google.protobuf.Timestamp
 	1,  // 24: berth.v1.OutputGap.stream:type_name -> berth.v1.Stream
 	45, // 25: berth.v1.OutputGap.range:type_name -> berth.v1.ByteRange
-	9,  // 26: berth.v1.BoundedOutput.facts:type_name -> berth.v1.OutputFacts
+	9,  // 26: berth.v1.BoundedOutput.stats:type_name -> berth.v1.OutputStats
 	47, // 27: berth.v1.RunCommandRequest.lease:type_name -> berth.v1.LeaseRef
 	4,  // 28: berth.v1.RunCommandRequest.spec:type_name -> berth.v1.JobSpec
 	10, // 29: berth.v1.RunCommandResponse.job:type_name -> berth.v1.Job
@@ -3740,7 +3856,7 @@ var file_berth_v1_job_proto_depIdxs = []int32{
 	13, // 49: berth.v1.PollJobResponse.stderr:type_name -> berth.v1.BoundedOutput
 	1,  // 50: berth.v1.ReadJobOutputRequest.stream:type_name -> berth.v1.Stream
 	44, // 51: berth.v1.ReadJobOutputRequest.wait:type_name -> google.protobuf.Duration
-	9,  // 52: berth.v1.ReadJobOutputResponse.facts:type_name -> berth.v1.OutputFacts
+	9,  // 52: berth.v1.ReadJobOutputResponse.stats:type_name -> berth.v1.OutputStats
 	1,  // 53: berth.v1.FollowJobRequest.streams:type_name -> berth.v1.Stream
 	11, // 54: berth.v1.FollowJobResponse.chunk:type_name -> berth.v1.OutputChunk
 	12, // 55: berth.v1.FollowJobResponse.gap:type_name -> berth.v1.OutputGap
@@ -3753,35 +3869,36 @@ var file_berth_v1_job_proto_depIdxs = []int32{
 	10, // 62: berth.v1.StopJobResponse.job:type_name -> berth.v1.Job
 	0,  // 63: berth.v1.ListJobsRequest.states:type_name -> berth.v1.JobState
 	43, // 64: berth.v1.ListJobsRequest.labels:type_name -> berth.v1.ListJobsRequest.LabelsEntry
-	10, // 65: berth.v1.ListJobsResponse.jobs:type_name -> berth.v1.Job
-	10, // 66: berth.v1.WatchJobsResponse.job:type_name -> berth.v1.Job
-	14, // 67: berth.v1.JobService.RunCommand:input_type -> berth.v1.RunCommandRequest
-	16, // 68: berth.v1.JobService.Exec:input_type -> berth.v1.ExecRequest
-	22, // 69: berth.v1.JobService.StartJob:input_type -> berth.v1.StartJobRequest
-	24, // 70: berth.v1.JobService.PollJob:input_type -> berth.v1.PollJobRequest
-	26, // 71: berth.v1.JobService.ReadJobOutput:input_type -> berth.v1.ReadJobOutputRequest
-	28, // 72: berth.v1.JobService.FollowJob:input_type -> berth.v1.FollowJobRequest
-	30, // 73: berth.v1.JobService.WriteJobInput:input_type -> berth.v1.WriteJobInputRequest
-	32, // 74: berth.v1.JobService.SignalJob:input_type -> berth.v1.SignalJobRequest
-	34, // 75: berth.v1.JobService.StopJob:input_type -> berth.v1.StopJobRequest
-	36, // 76: berth.v1.JobService.ListJobs:input_type -> berth.v1.ListJobsRequest
-	38, // 77: berth.v1.JobService.WatchJobs:input_type -> berth.v1.WatchJobsRequest
-	15, // 78: berth.v1.JobService.RunCommand:output_type -> berth.v1.RunCommandResponse
-	20, // 79: berth.v1.JobService.Exec:output_type -> berth.v1.ExecResponse
-	23, // 80: berth.v1.JobService.StartJob:output_type -> berth.v1.StartJobResponse
-	25, // 81: berth.v1.JobService.PollJob:output_type -> berth.v1.PollJobResponse
-	27, // 82: berth.v1.JobService.ReadJobOutput:output_type -> berth.v1.ReadJobOutputResponse
-	29, // 83: berth.v1.JobService.FollowJob:output_type -> berth.v1.FollowJobResponse
-	31, // 84: berth.v1.JobService.WriteJobInput:output_type -> berth.v1.WriteJobInputResponse
-	33, // 85: berth.v1.JobService.SignalJob:output_type -> berth.v1.SignalJobResponse
-	35, // 86: berth.v1.JobService.StopJob:output_type -> berth.v1.StopJobResponse
-	37, // 87: berth.v1.JobService.ListJobs:output_type -> berth.v1.ListJobsResponse
-	39, // 88: berth.v1.JobService.WatchJobs:output_type -> berth.v1.WatchJobsResponse
-	78, // [78:89] is the sub-list for method output_type
-	67, // [67:78] is the sub-list for method input_type
-	67, // [67:67] is the sub-list for extension type_name
-	67, // [67:67] is the sub-list for extension extendee
-	0,  // [0:67] is the sub-list for field type_name
+	48, // 65: berth.v1.ListJobsRequest.view:type_name -> berth.v1.View
+	10, // 66: berth.v1.ListJobsResponse.jobs:type_name -> berth.v1.Job
+	10, // 67: berth.v1.WatchJobsResponse.job:type_name -> berth.v1.Job
+	14, // 68: berth.v1.JobService.RunCommand:input_type -> berth.v1.RunCommandRequest
+	16, // 69: berth.v1.JobService.Exec:input_type -> berth.v1.ExecRequest
+	22, // 70: berth.v1.JobService.StartJob:input_type -> berth.v1.StartJobRequest
+	24, // 71: berth.v1.JobService.PollJob:input_type -> berth.v1.PollJobRequest
+	26, // 72: berth.v1.JobService.ReadJobOutput:input_type -> berth.v1.ReadJobOutputRequest
+	28, // 73: berth.v1.JobService.FollowJob:input_type -> berth.v1.FollowJobRequest
+	30, // 74: berth.v1.JobService.WriteJobInput:input_type -> berth.v1.WriteJobInputRequest
+	32, // 75: berth.v1.JobService.SignalJob:input_type -> berth.v1.SignalJobRequest
+	34, // 76: berth.v1.JobService.StopJob:input_type -> berth.v1.StopJobRequest
+	36, // 77: berth.v1.JobService.ListJobs:input_type -> berth.v1.ListJobsRequest
+	38, // 78: berth.v1.JobService.WatchJobs:input_type -> berth.v1.WatchJobsRequest
+	15, // 79: berth.v1.JobService.RunCommand:output_type -> berth.v1.RunCommandResponse
+	20, // 80: berth.v1.JobService.Exec:output_type -> berth.v1.ExecResponse
+	23, // 81: berth.v1.JobService.StartJob:output_type -> berth.v1.StartJobResponse
+	25, // 82: berth.v1.JobService.PollJob:output_type -> berth.v1.PollJobResponse
+	27, // 83: berth.v1.JobService.ReadJobOutput:output_type -> berth.v1.ReadJobOutputResponse
+	29, // 84: berth.v1.JobService.FollowJob:output_type -> berth.v1.FollowJobResponse
+	31, // 85: berth.v1.JobService.WriteJobInput:output_type -> berth.v1.WriteJobInputResponse
+	33, // 86: berth.v1.JobService.SignalJob:output_type -> berth.v1.SignalJobResponse
+	35, // 87: berth.v1.JobService.StopJob:output_type -> berth.v1.StopJobResponse
+	37, // 88: berth.v1.JobService.ListJobs:output_type -> berth.v1.ListJobsResponse
+	39, // 89: berth.v1.JobService.WatchJobs:output_type -> berth.v1.WatchJobsResponse
+	79, // [79:90] is the sub-list for method output_type
+	68, // [68:79] is the sub-list for method input_type
+	68, // [68:68] is the sub-list for extension type_name
+	68, // [68:68] is the sub-list for extension extendee
+	0,  // [0:68] is the sub-list for field type_name
 }
 
 func init() { file_berth_v1_job_proto_init() }
@@ -3807,6 +3924,10 @@ func file_berth_v1_job_proto_init() {
 		(*ExecRequest_Input)(nil),
 		(*ExecRequest_Resize)(nil),
 		(*ExecRequest_Signal)(nil),
+		(*ExecRequest_SignalName)(nil),
+	}
+	file_berth_v1_job_proto_msgTypes[15].OneofWrappers = []any{
+		(*ExecInput_Offset)(nil),
 	}
 	file_berth_v1_job_proto_msgTypes[16].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
@@ -3819,6 +3940,9 @@ func file_berth_v1_job_proto_init() {
 		(*FollowJobResponse_Chunk)(nil),
 		(*FollowJobResponse_Gap)(nil),
 		(*FollowJobResponse_Done)(nil),
+	}
+	file_berth_v1_job_proto_msgTypes[26].OneofWrappers = []any{
+		(*WriteJobInputRequest_Offset)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

@@ -45,7 +45,8 @@ type JobServiceClient interface {
 	// WRONG_STATE, RECOVERING, GUEST_UNREACHABLE. A command that ran and failed is not an error.
 	RunCommand(ctx context.Context, in *RunCommandRequest, opts ...grpc.CallOption) (*RunCommandResponse, error)
 	// Exec runs an attached command: stdin, terminal, resize, signals and live output. The first
-	// message must be start or reattach; the first reply names the job.
+	// message must be start or reattach; the first reply names the job. A half-close of the caller's ends
+	// the command's open stdin.
 	Exec(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[ExecRequest, ExecResponse], error)
 	// StartJob starts a detached job. It answers only after the job is on disk in the ledger and the
 	// machine's guest has begun it, durably; it survives the caller and the broker. Errors: as
@@ -57,7 +58,8 @@ type JobServiceClient interface {
 	// ReadJobOutput returns bytes of one stream from an offset. Errors: JOB_NOT_FOUND,
 	// OUTPUT_EXPIRED, RECOVERING.
 	ReadJobOutput(ctx context.Context, in *ReadJobOutputRequest, opts ...grpc.CallOption) (*ReadJobOutputResponse, error)
-	// FollowJob streams output from given offsets until the job is done and its output sealed.
+	// FollowJob streams output from given offsets until the job is done and its output sealed. An offset
+	// beyond what there is is refused. Errors: JOB_NOT_FOUND, INVALID_FIELD, RECOVERING.
 	FollowJob(ctx context.Context, in *FollowJobRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[FollowJobResponse], error)
 	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
 	// Without data and eof it only says how far stdin was taken.
@@ -70,7 +72,7 @@ type JobServiceClient interface {
 	StopJob(ctx context.Context, in *StopJobRequest, opts ...grpc.CallOption) (*StopJobResponse, error)
 	// ListJobs pages through jobs, newest first.
 	ListJobs(ctx context.Context, in *ListJobsRequest, opts ...grpc.CallOption) (*ListJobsResponse, error)
-	// WatchJobs streams changes of jobs from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchJobs streams changes of jobs from a revision on. Errors: REVISION_COMPACTED.
 	WatchJobs(ctx context.Context, in *WatchJobsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchJobsResponse], error)
 }
 
@@ -226,7 +228,8 @@ type JobServiceServer interface {
 	// WRONG_STATE, RECOVERING, GUEST_UNREACHABLE. A command that ran and failed is not an error.
 	RunCommand(context.Context, *RunCommandRequest) (*RunCommandResponse, error)
 	// Exec runs an attached command: stdin, terminal, resize, signals and live output. The first
-	// message must be start or reattach; the first reply names the job.
+	// message must be start or reattach; the first reply names the job. A half-close of the caller's ends
+	// the command's open stdin.
 	Exec(grpc.BidiStreamingServer[ExecRequest, ExecResponse]) error
 	// StartJob starts a detached job. It answers only after the job is on disk in the ledger and the
 	// machine's guest has begun it, durably; it survives the caller and the broker. Errors: as
@@ -238,7 +241,8 @@ type JobServiceServer interface {
 	// ReadJobOutput returns bytes of one stream from an offset. Errors: JOB_NOT_FOUND,
 	// OUTPUT_EXPIRED, RECOVERING.
 	ReadJobOutput(context.Context, *ReadJobOutputRequest) (*ReadJobOutputResponse, error)
-	// FollowJob streams output from given offsets until the job is done and its output sealed.
+	// FollowJob streams output from given offsets until the job is done and its output sealed. An offset
+	// beyond what there is is refused. Errors: JOB_NOT_FOUND, INVALID_FIELD, RECOVERING.
 	FollowJob(*FollowJobRequest, grpc.ServerStreamingServer[FollowJobResponse]) error
 	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
 	// Without data and eof it only says how far stdin was taken.
@@ -251,7 +255,7 @@ type JobServiceServer interface {
 	StopJob(context.Context, *StopJobRequest) (*StopJobResponse, error)
 	// ListJobs pages through jobs, newest first.
 	ListJobs(context.Context, *ListJobsRequest) (*ListJobsResponse, error)
-	// WatchJobs streams changes of jobs from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchJobs streams changes of jobs from a revision on. Errors: REVISION_COMPACTED.
 	WatchJobs(*WatchJobsRequest, grpc.ServerStreamingServer[WatchJobsResponse]) error
 	mustEmbedUnimplementedJobServiceServer()
 }

@@ -29,7 +29,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// LeaseService grants holders their right to a sandbox.
+// Not built yet. LeaseService grants holders their right to a sandbox.
 type LeaseServiceClient interface {
 	// AcquireLease grants a lease, or waits for one. Errors: LEASE_HELD.
 	AcquireLease(ctx context.Context, in *AcquireLeaseRequest, opts ...grpc.CallOption) (*AcquireLeaseResponse, error)
@@ -93,7 +93,7 @@ func (c *leaseServiceClient) ListLeases(ctx context.Context, in *ListLeasesReque
 // All implementations must embed UnimplementedLeaseServiceServer
 // for forward compatibility.
 //
-// LeaseService grants holders their right to a sandbox.
+// Not built yet. LeaseService grants holders their right to a sandbox.
 type LeaseServiceServer interface {
 	// AcquireLease grants a lease, or waits for one. Errors: LEASE_HELD.
 	AcquireLease(context.Context, *AcquireLeaseRequest) (*AcquireLeaseResponse, error)

@@ -29,7 +29,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// PoolService keeps warm machines.
+// Not built yet. PoolService keeps warm machines.
 type PoolServiceClient interface {
 	// PutPool makes a pool or changes it.
 	PutPool(ctx context.Context, in *PutPoolRequest, opts ...grpc.CallOption) (*PutPoolResponse, error)
@@ -93,7 +93,7 @@ func (c *poolServiceClient) DeletePool(ctx context.Context, in *DeletePoolReques
 // All implementations must embed UnimplementedPoolServiceServer
 // for forward compatibility.
 //
-// PoolService keeps warm machines.
+// Not built yet. PoolService keeps warm machines.
 type PoolServiceServer interface {
 	// PutPool makes a pool or changes it.
 	PutPool(context.Context, *PutPoolRequest) (*PutPoolResponse, error)

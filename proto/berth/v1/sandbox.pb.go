@@ -455,9 +455,9 @@ func (Lease_Mode) EnumDescriptor() ([]byte, []int) {
 // before anything is created (CAPABILITY_MISSING), never dropped.
 type SandboxSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The provider's name, see ListProviders. Default: the broker's default provider.
+	// The provider's name, see ListProviders, at most 63 bytes. Default: the broker's default provider.
 	Provider string `protobuf:"bytes,1,opt,name=provider,proto3" json:"provider,omitempty"`
-	// Image or template, in the provider's words. Default: the provider's own.
+	// Image or template, in the provider's words, at most 1 KiB. Default: the provider's own.
 	Image string `protobuf:"bytes,2,opt,name=image,proto3" json:"image,omitempty"`
 	// The directory that the agent works in.
 	Workspace *Workspace `protobuf:"bytes,3,opt,name=workspace,proto3" json:"workspace,omitempty"`
@@ -477,9 +477,9 @@ type SandboxSpec struct {
 	SessionKey string `protobuf:"bytes,9,opt,name=session_key,json=sessionKey,proto3" json:"session_key,omitempty"`
 	// For finding; at most 64. Keys are 1 to 63 bytes of [A-Za-z0-9._/-], values at most 256 bytes.
 	Labels map[string]string `protobuf:"bytes,10,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Start from this checkpoint instead of from nothing.
+	// Not built yet. Start from this checkpoint instead of from nothing.
 	FromCheckpoint string `protobuf:"bytes,11,opt,name=from_checkpoint,json=fromCheckpoint,proto3" json:"from_checkpoint,omitempty"`
-	// Options documented by each provider.
+	// Options documented by each provider; at most 64 KiB in all.
 	ProviderOptions map[string]string `protobuf:"bytes,12,rep,name=provider_options,json=providerOptions,proto3" json:"provider_options,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -602,7 +602,7 @@ func (x *SandboxSpec) GetProviderOptions() map[string]string {
 // Workspace is the directory that the agent works in.
 type Workspace struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Absolute path in the machine. Default: the provider's (see Sandbox.workspace_path).
+	// Absolute path in the machine, at most 4095 bytes. Default: the provider's (see Sandbox.workspace_path).
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// Clone this repository into it before the sandbox becomes RUNNING.
 	Repo *Repo `protobuf:"bytes,2,opt,name=repo,proto3" json:"repo,omitempty"`
@@ -670,7 +670,7 @@ type Repo struct {
 	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
 	// Branch, tag or commit id. Default: the remote's HEAD.
 	Ref string `protobuf:"bytes,2,opt,name=ref,proto3" json:"ref,omitempty"`
-	// History depth; 0 is all of it.
+	// History depth; 0 is all of it. At most 2147483647.
 	Depth         uint32 `protobuf:"varint,3,opt,name=depth,proto3" json:"depth,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -785,13 +785,13 @@ func (x *GitIdentity) GetEmail() string {
 // Resources are limits of one machine; zero is the provider's default.
 type Resources struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// CPUs, fractions allowed.
+	// CPUs, fractions allowed: 0.01 to 4096.
 	Cpus float64 `protobuf:"fixed64,1,opt,name=cpus,proto3" json:"cpus,omitempty"`
-	// Memory.
+	// Memory: 4 MiB to 1 PiB.
 	MemoryBytes uint64 `protobuf:"varint,2,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
-	// Disk.
+	// Disk: 1 MiB to 1 PiB.
 	DiskBytes uint64 `protobuf:"varint,3,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
-	// Number of processes and threads.
+	// Number of processes and threads, at most 4194304.
 	Pids          uint64 `protobuf:"varint,4,opt,name=pids,proto3" json:"pids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -861,7 +861,7 @@ type Egress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which policy holds.
 	Mode Egress_Mode `protobuf:"varint,1,opt,name=mode,proto3,enum=berth.v1.Egress_Mode" json:"mode,omitempty"`
-	// For ALLOW_LIST: host names, a leading "*." matches subdomains; at most 256.
+	// For ALLOW_LIST: host names, a leading "*." matches subdomains; at most 256, of 255 bytes each.
 	AllowHosts    []string `protobuf:"bytes,2,rep,name=allow_hosts,json=allowHosts,proto3" json:"allow_hosts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1132,12 +1132,14 @@ type Sandbox struct {
 	LastActivityTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=last_activity_time,json=lastActivityTime,proto3" json:"last_activity_time,omitempty"`
 	// Capabilities that hold here, as in ListProviders.
 	Capabilities []string `protobuf:"bytes,17,rep,name=capabilities,proto3" json:"capabilities,omitempty"`
-	// Detached jobs that are not done.
+	// Jobs that are not done, attached ones included.
 	OpenJobs uint32 `protobuf:"varint,18,opt,name=open_jobs,json=openJobs,proto3" json:"open_jobs,omitempty"`
 	// The operation in progress, if one: what it does now, for people.
 	Progress *Progress `protobuf:"bytes,19,opt,name=progress,proto3" json:"progress,omitempty"`
 	// When the lifetime ends it, if it does.
-	ExpireTime    *timestamppb.Timestamp `protobuf:"bytes,20,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
+	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,20,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
+	// spec is not whole here: see View.
+	SpecCut       bool `protobuf:"varint,21,opt,name=spec_cut,json=specCut,proto3" json:"spec_cut,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1312,6 +1314,13 @@ func (x *Sandbox) GetExpireTime() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Sandbox) GetSpecCut() bool {
+	if x != nil {
+		return x.SpecCut
+	}
+	return false
+}
+
 // Progress is what an operation in progress does now.
 type Progress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1396,7 +1405,7 @@ type CreateSandboxRequest struct {
 	Lease *LeaseRef `protobuf:"bytes,3,opt,name=lease,proto3" json:"lease,omitempty"`
 	// What to make.
 	Spec *SandboxSpec `protobuf:"bytes,4,opt,name=spec,proto3" json:"spec,omitempty"`
-	// Claim a warm machine of this pool instead; spec must then be absent.
+	// Not built yet: POOL_NOT_FOUND. Claim a warm machine of this pool instead; spec must then be absent.
 	Pool          string `protobuf:"bytes,5,opt,name=pool,proto3" json:"pool,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1774,14 +1783,16 @@ type ListSandboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At most this many; 0 is 100, more than 1000 is 1000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// next_page_token of the page before.
+	// next_page_token of the page before, as it is; the filter must be the same.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only these states. Default: all but DESTROYED and FAILED.
 	States []SandboxState `protobuf:"varint,3,rep,packed,name=states,proto3,enum=berth.v1.SandboxState" json:"states,omitempty"`
-	// Only those that bear all of these labels; an empty value matches any.
+	// Only those that bear all of these labels, at most 64; an empty value matches any.
 	Labels map[string]string `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Only the one with this session key.
-	SessionKey    string `protobuf:"bytes,5,opt,name=session_key,json=sessionKey,proto3" json:"session_key,omitempty"`
+	SessionKey string `protobuf:"bytes,5,opt,name=session_key,json=sessionKey,proto3" json:"session_key,omitempty"`
+	// How much of each spec is shown.
+	View          View `protobuf:"varint,6,opt,name=view,proto3,enum=berth.v1.View" json:"view,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1849,6 +1860,13 @@ func (x *ListSandboxesRequest) GetSessionKey() string {
 		return x.SessionKey
 	}
 	return ""
+}
+
+func (x *ListSandboxesRequest) GetView() View {
+	if x != nil {
+		return x.View
+	}
+	return View_VIEW_UNSPECIFIED
 }
 
 // ListSandboxesResponse is one page.
@@ -3166,7 +3184,7 @@ const file_berth_v1_sandbox_proto_rawDesc = "" +
 	"\aProblem\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12.\n" +
-	"\x04time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x82\a\n" +
+	"\x04time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x9d\a\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12,\n" +
@@ -3195,7 +3213,8 @@ const file_berth_v1_sandbox_proto_rawDesc = "" +
 	"\topen_jobs\x18\x12 \x01(\rR\bopenJobs\x12.\n" +
 	"\bprogress\x18\x13 \x01(\v2\x12.berth.v1.ProgressR\bprogress\x12;\n" +
 	"\vexpire_time\x18\x14 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"expireTime\"|\n" +
+	"expireTime\x12\x19\n" +
+	"\bspec_cut\x18\x15 \x01(\bR\aspecCut\"|\n" +
 	"\bProgress\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\tR\x04step\x12\x1a\n" +
@@ -3235,7 +3254,7 @@ const file_berth_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\"A\n" +
 	"\x12GetSandboxResponse\x12+\n" +
-	"\asandbox\x18\x01 \x01(\v2\x11.berth.v1.SandboxR\asandbox\"\xa2\x02\n" +
+	"\asandbox\x18\x01 \x01(\v2\x11.berth.v1.SandboxR\asandbox\"\xc6\x02\n" +
 	"\x14ListSandboxesRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -3243,7 +3262,8 @@ const file_berth_v1_sandbox_proto_rawDesc = "" +
 	"\x06states\x18\x03 \x03(\x0e2\x16.berth.v1.SandboxStateR\x06states\x12B\n" +
 	"\x06labels\x18\x04 \x03(\v2*.berth.v1.ListSandboxesRequest.LabelsEntryR\x06labels\x12\x1f\n" +
 	"\vsession_key\x18\x05 \x01(\tR\n" +
-	"sessionKey\x1a9\n" +
+	"sessionKey\x12\"\n" +
+	"\x04view\x18\x06 \x01(\x0e2\x0e.berth.v1.ViewR\x04view\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x01\n" +
@@ -3456,7 +3476,8 @@ var file_berth_v1_sandbox_proto_goTypes = []any{
 	(*durationpb.Duration)(nil),    // 50: google.protobuf.Duration
 	(*timestamppb.Timestamp)(nil),  // 51: google.protobuf.Timestamp
 	(*LeaseRef)(nil),               // 52: berth.v1.LeaseRef
-	(*Job)(nil),                    // 53: berth.v1.Job
+	(View)(0),                      // 53: berth.v1.View
+	(*Job)(nil),                    // 54: berth.v1.Job
 }
 var file_berth_v1_sandbox_proto_depIdxs = []int32{
 	8,  // 0: berth.v1.SandboxSpec.workspace:type_name -> berth.v1.Workspace
@@ -3499,59 +3520,60 @@ var file_berth_v1_sandbox_proto_depIdxs = []int32{
 	16, // 37: berth.v1.GetSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
 	0,  // 38: berth.v1.ListSandboxesRequest.states:type_name -> berth.v1.SandboxState
 	47, // 39: berth.v1.ListSandboxesRequest.labels:type_name -> berth.v1.ListSandboxesRequest.LabelsEntry
-	16, // 40: berth.v1.ListSandboxesResponse.sandboxes:type_name -> berth.v1.Sandbox
-	52, // 41: berth.v1.UpdateSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	48, // 42: berth.v1.UpdateSandboxRequest.labels:type_name -> berth.v1.UpdateSandboxRequest.LabelsEntry
-	13, // 43: berth.v1.UpdateSandboxRequest.lifetime:type_name -> berth.v1.Lifetime
-	16, // 44: berth.v1.UpdateSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	49, // 45: berth.v1.WatchSandboxesRequest.labels:type_name -> berth.v1.WatchSandboxesRequest.LabelsEntry
-	16, // 46: berth.v1.WatchSandboxesResponse.sandbox:type_name -> berth.v1.Sandbox
-	52, // 47: berth.v1.SuspendSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	16, // 48: berth.v1.SuspendSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	52, // 49: berth.v1.ResumeSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	16, // 50: berth.v1.ResumeSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	52, // 51: berth.v1.RetainSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	14, // 52: berth.v1.RetainSandboxRequest.retention:type_name -> berth.v1.Retention
-	16, // 53: berth.v1.RetainSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	52, // 54: berth.v1.AdoptSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	16, // 55: berth.v1.AdoptSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	42, // 56: berth.v1.AdoptSandboxResponse.lease:type_name -> berth.v1.Lease
-	53, // 57: berth.v1.AdoptSandboxResponse.jobs:type_name -> berth.v1.Job
-	52, // 58: berth.v1.ForkSandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	16, // 59: berth.v1.ForkSandboxResponse.sandboxes:type_name -> berth.v1.Sandbox
-	52, // 60: berth.v1.DestroySandboxRequest.lease:type_name -> berth.v1.LeaseRef
-	16, // 61: berth.v1.DestroySandboxResponse.sandbox:type_name -> berth.v1.Sandbox
-	6,  // 62: berth.v1.Lease.mode:type_name -> berth.v1.Lease.Mode
-	51, // 63: berth.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	18, // 64: berth.v1.SandboxService.CreateSandbox:input_type -> berth.v1.CreateSandboxRequest
-	20, // 65: berth.v1.SandboxService.EnsureSandbox:input_type -> berth.v1.EnsureSandboxRequest
-	22, // 66: berth.v1.SandboxService.GetSandbox:input_type -> berth.v1.GetSandboxRequest
-	24, // 67: berth.v1.SandboxService.ListSandboxes:input_type -> berth.v1.ListSandboxesRequest
-	26, // 68: berth.v1.SandboxService.UpdateSandbox:input_type -> berth.v1.UpdateSandboxRequest
-	28, // 69: berth.v1.SandboxService.WatchSandboxes:input_type -> berth.v1.WatchSandboxesRequest
-	30, // 70: berth.v1.SandboxService.SuspendSandbox:input_type -> berth.v1.SuspendSandboxRequest
-	32, // 71: berth.v1.SandboxService.ResumeSandbox:input_type -> berth.v1.ResumeSandboxRequest
-	34, // 72: berth.v1.SandboxService.RetainSandbox:input_type -> berth.v1.RetainSandboxRequest
-	36, // 73: berth.v1.SandboxService.AdoptSandbox:input_type -> berth.v1.AdoptSandboxRequest
-	38, // 74: berth.v1.SandboxService.ForkSandbox:input_type -> berth.v1.ForkSandboxRequest
-	40, // 75: berth.v1.SandboxService.DestroySandbox:input_type -> berth.v1.DestroySandboxRequest
-	19, // 76: berth.v1.SandboxService.CreateSandbox:output_type -> berth.v1.CreateSandboxResponse
-	21, // 77: berth.v1.SandboxService.EnsureSandbox:output_type -> berth.v1.EnsureSandboxResponse
-	23, // 78: berth.v1.SandboxService.GetSandbox:output_type -> berth.v1.GetSandboxResponse
-	25, // 79: berth.v1.SandboxService.ListSandboxes:output_type -> berth.v1.ListSandboxesResponse
-	27, // 80: berth.v1.SandboxService.UpdateSandbox:output_type -> berth.v1.UpdateSandboxResponse
-	29, // 81: berth.v1.SandboxService.WatchSandboxes:output_type -> berth.v1.WatchSandboxesResponse
-	31, // 82: berth.v1.SandboxService.SuspendSandbox:output_type -> berth.v1.SuspendSandboxResponse
-	33, // 83: berth.v1.SandboxService.ResumeSandbox:output_type -> berth.v1.ResumeSandboxResponse
-	35, // 84: berth.v1.SandboxService.RetainSandbox:output_type -> berth.v1.RetainSandboxResponse
-	37, // 85: berth.v1.SandboxService.AdoptSandbox:output_type -> berth.v1.AdoptSandboxResponse
-	39, // 86: berth.v1.SandboxService.ForkSandbox:output_type -> berth.v1.ForkSandboxResponse
-	41, // 87: berth.v1.SandboxService.DestroySandbox:output_type -> berth.v1.DestroySandboxResponse
-	76, // [76:88] is the sub-list for method output_type
-	64, // [64:76] is the sub-list for method input_type
-	64, // [64:64] is the sub-list for extension type_name
-	64, // [64:64] is the sub-list for extension extendee
-	0,  // [0:64] is the sub-list for field type_name
+	53, // 40: berth.v1.ListSandboxesRequest.view:type_name -> berth.v1.View
+	16, // 41: berth.v1.ListSandboxesResponse.sandboxes:type_name -> berth.v1.Sandbox
+	52, // 42: berth.v1.UpdateSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	48, // 43: berth.v1.UpdateSandboxRequest.labels:type_name -> berth.v1.UpdateSandboxRequest.LabelsEntry
+	13, // 44: berth.v1.UpdateSandboxRequest.lifetime:type_name -> berth.v1.Lifetime
+	16, // 45: berth.v1.UpdateSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	49, // 46: berth.v1.WatchSandboxesRequest.labels:type_name -> berth.v1.WatchSandboxesRequest.LabelsEntry
+	16, // 47: berth.v1.WatchSandboxesResponse.sandbox:type_name -> berth.v1.Sandbox
+	52, // 48: berth.v1.SuspendSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	16, // 49: berth.v1.SuspendSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	52, // 50: berth.v1.ResumeSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	16, // 51: berth.v1.ResumeSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	52, // 52: berth.v1.RetainSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	14, // 53: berth.v1.RetainSandboxRequest.retention:type_name -> berth.v1.Retention
+	16, // 54: berth.v1.RetainSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	52, // 55: berth.v1.AdoptSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	16, // 56: berth.v1.AdoptSandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	42, // 57: berth.v1.AdoptSandboxResponse.lease:type_name -> berth.v1.Lease
+	54, // 58: berth.v1.AdoptSandboxResponse.jobs:type_name -> berth.v1.Job
+	52, // 59: berth.v1.ForkSandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	16, // 60: berth.v1.ForkSandboxResponse.sandboxes:type_name -> berth.v1.Sandbox
+	52, // 61: berth.v1.DestroySandboxRequest.lease:type_name -> berth.v1.LeaseRef
+	16, // 62: berth.v1.DestroySandboxResponse.sandbox:type_name -> berth.v1.Sandbox
+	6,  // 63: berth.v1.Lease.mode:type_name -> berth.v1.Lease.Mode
+	51, // 64: berth.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	18, // 65: berth.v1.SandboxService.CreateSandbox:input_type -> berth.v1.CreateSandboxRequest
+	20, // 66: berth.v1.SandboxService.EnsureSandbox:input_type -> berth.v1.EnsureSandboxRequest
+	22, // 67: berth.v1.SandboxService.GetSandbox:input_type -> berth.v1.GetSandboxRequest
+	24, // 68: berth.v1.SandboxService.ListSandboxes:input_type -> berth.v1.ListSandboxesRequest
+	26, // 69: berth.v1.SandboxService.UpdateSandbox:input_type -> berth.v1.UpdateSandboxRequest
+	28, // 70: berth.v1.SandboxService.WatchSandboxes:input_type -> berth.v1.WatchSandboxesRequest
+	30, // 71: berth.v1.SandboxService.SuspendSandbox:input_type -> berth.v1.SuspendSandboxRequest
+	32, // 72: berth.v1.SandboxService.ResumeSandbox:input_type -> berth.v1.ResumeSandboxRequest
+	34, // 73: berth.v1.SandboxService.RetainSandbox:input_type -> berth.v1.RetainSandboxRequest
+	36, // 74: berth.v1.SandboxService.AdoptSandbox:input_type -> berth.v1.AdoptSandboxRequest
+	38, // 75: berth.v1.SandboxService.ForkSandbox:input_type -> berth.v1.ForkSandboxRequest
+	40, // 76: berth.v1.SandboxService.DestroySandbox:input_type -> berth.v1.DestroySandboxRequest
+	19, // 77: berth.v1.SandboxService.CreateSandbox:output_type -> berth.v1.CreateSandboxResponse
+	21, // 78: berth.v1.SandboxService.EnsureSandbox:output_type -> berth.v1.EnsureSandboxResponse
+	23, // 79: berth.v1.SandboxService.GetSandbox:output_type -> berth.v1.GetSandboxResponse
+	25, // 80: berth.v1.SandboxService.ListSandboxes:output_type -> berth.v1.ListSandboxesResponse
+	27, // 81: berth.v1.SandboxService.UpdateSandbox:output_type -> berth.v1.UpdateSandboxResponse
+	29, // 82: berth.v1.SandboxService.WatchSandboxes:output_type -> berth.v1.WatchSandboxesResponse
+	31, // 83: berth.v1.SandboxService.SuspendSandbox:output_type -> berth.v1.SuspendSandboxResponse
+	33, // 84: berth.v1.SandboxService.ResumeSandbox:output_type -> berth.v1.ResumeSandboxResponse
+	35, // 85: berth.v1.SandboxService.RetainSandbox:output_type -> berth.v1.RetainSandboxResponse
+	37, // 86: berth.v1.SandboxService.AdoptSandbox:output_type -> berth.v1.AdoptSandboxResponse
+	39, // 87: berth.v1.SandboxService.ForkSandbox:output_type -> berth.v1.ForkSandboxResponse
+	41, // 88: berth.v1.SandboxService.DestroySandbox:output_type -> berth.v1.DestroySandboxResponse
+	77, // [77:89] is the sub-list for method output_type
+	65, // [65:77] is the sub-list for method input_type
+	65, // [65:65] is the sub-list for extension type_name
+	65, // [65:65] is the sub-list for extension extendee
+	0,  // [0:65] is the sub-list for field type_name
 }
 
 func init() { file_berth_v1_sandbox_proto_init() }

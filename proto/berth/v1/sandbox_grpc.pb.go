@@ -44,7 +44,7 @@ type SandboxServiceClient interface {
 	// joins it. Errors: INVALID_FIELD, PROVIDER_NOT_FOUND, CAPABILITY_MISSING, SESSION_KEY_IN_USE,
 	// REQUEST_ID_REUSED, and what the operation itself ended with.
 	CreateSandbox(ctx context.Context, in *CreateSandboxRequest, opts ...grpc.CallOption) (*CreateSandboxResponse, error)
-	// EnsureSandbox finds the sandbox of a session key or makes it: adopt, else resume, else restore
+	// Not built yet. EnsureSandbox finds the sandbox of a session key or makes it: adopt, else resume, else restore
 	// from the newest checkpoint, else create.
 	EnsureSandbox(ctx context.Context, in *EnsureSandboxRequest, opts ...grpc.CallOption) (*EnsureSandboxResponse, error)
 	// GetSandbox returns one sandbox, also a destroyed one as long as its record is kept.
@@ -52,20 +52,20 @@ type SandboxServiceClient interface {
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*GetSandboxResponse, error)
 	// ListSandboxes pages through sandboxes, newest first.
 	ListSandboxes(ctx context.Context, in *ListSandboxesRequest, opts ...grpc.CallOption) (*ListSandboxesResponse, error)
-	// UpdateSandbox changes labels and lifetime.
+	// Not built yet. UpdateSandbox changes labels and lifetime.
 	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
-	// WatchSandboxes streams changes from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchSandboxes streams changes from a revision on. Errors: REVISION_COMPACTED.
 	WatchSandboxes(ctx context.Context, in *WatchSandboxesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchSandboxesResponse], error)
 	// SuspendSandbox freezes or stops the machine; memory is kept where the provider can.
 	SuspendSandbox(ctx context.Context, in *SuspendSandboxRequest, opts ...grpc.CallOption) (*SuspendSandboxResponse, error)
 	// ResumeSandbox makes a SUSPENDED or STOPPED sandbox run again. A STOPPED one gets a new
 	// generation: its processes are gone, its disk is there. Errors: WRONG_STATE.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
-	// RetainSandbox parks a sandbox past the end of a run, until a time.
+	// Not built yet. RetainSandbox parks a sandbox past the end of a run, until a time.
 	RetainSandbox(ctx context.Context, in *RetainSandboxRequest, opts ...grpc.CallOption) (*RetainSandboxResponse, error)
-	// AdoptSandbox takes a sandbox over in one transaction: a new epoch, the old holder fenced out.
+	// Not built yet. AdoptSandbox takes a sandbox over in one transaction: a new epoch, the old holder fenced out.
 	AdoptSandbox(ctx context.Context, in *AdoptSandboxRequest, opts ...grpc.CallOption) (*AdoptSandboxResponse, error)
-	// ForkSandbox makes children of a live sandbox or of a checkpoint.
+	// Not built yet. ForkSandbox makes children of a live sandbox or of a checkpoint.
 	ForkSandbox(ctx context.Context, in *ForkSandboxRequest, opts ...grpc.CallOption) (*ForkSandboxResponse, error)
 	// DestroySandbox is legal from every state, converges, and is idempotent: a second one succeeds.
 	// It answers once the provider no longer has the machine. Errors: SANDBOX_NOT_FOUND.
@@ -220,7 +220,7 @@ type SandboxServiceServer interface {
 	// joins it. Errors: INVALID_FIELD, PROVIDER_NOT_FOUND, CAPABILITY_MISSING, SESSION_KEY_IN_USE,
 	// REQUEST_ID_REUSED, and what the operation itself ended with.
 	CreateSandbox(context.Context, *CreateSandboxRequest) (*CreateSandboxResponse, error)
-	// EnsureSandbox finds the sandbox of a session key or makes it: adopt, else resume, else restore
+	// Not built yet. EnsureSandbox finds the sandbox of a session key or makes it: adopt, else resume, else restore
 	// from the newest checkpoint, else create.
 	EnsureSandbox(context.Context, *EnsureSandboxRequest) (*EnsureSandboxResponse, error)
 	// GetSandbox returns one sandbox, also a destroyed one as long as its record is kept.
@@ -228,20 +228,20 @@ type SandboxServiceServer interface {
 	GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error)
 	// ListSandboxes pages through sandboxes, newest first.
 	ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error)
-	// UpdateSandbox changes labels and lifetime.
+	// Not built yet. UpdateSandbox changes labels and lifetime.
 	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
-	// WatchSandboxes streams changes from a revision on. Errors: REVISION_COMPACTED.
+	// Not built yet. WatchSandboxes streams changes from a revision on. Errors: REVISION_COMPACTED.
 	WatchSandboxes(*WatchSandboxesRequest, grpc.ServerStreamingServer[WatchSandboxesResponse]) error
 	// SuspendSandbox freezes or stops the machine; memory is kept where the provider can.
 	SuspendSandbox(context.Context, *SuspendSandboxRequest) (*SuspendSandboxResponse, error)
 	// ResumeSandbox makes a SUSPENDED or STOPPED sandbox run again. A STOPPED one gets a new
 	// generation: its processes are gone, its disk is there. Errors: WRONG_STATE.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
-	// RetainSandbox parks a sandbox past the end of a run, until a time.
+	// Not built yet. RetainSandbox parks a sandbox past the end of a run, until a time.
 	RetainSandbox(context.Context, *RetainSandboxRequest) (*RetainSandboxResponse, error)
-	// AdoptSandbox takes a sandbox over in one transaction: a new epoch, the old holder fenced out.
+	// Not built yet. AdoptSandbox takes a sandbox over in one transaction: a new epoch, the old holder fenced out.
 	AdoptSandbox(context.Context, *AdoptSandboxRequest) (*AdoptSandboxResponse, error)
-	// ForkSandbox makes children of a live sandbox or of a checkpoint.
+	// Not built yet. ForkSandbox makes children of a live sandbox or of a checkpoint.
 	ForkSandbox(context.Context, *ForkSandboxRequest) (*ForkSandboxResponse, error)
 	// DestroySandbox is legal from every state, converges, and is idempotent: a second one succeeds.
 	// It answers once the provider no longer has the machine. Errors: SANDBOX_NOT_FOUND.

@@ -23,23 +23,24 @@ import (
 )
 
 const (
-	// readyCgroups are made ahead, so that a command does not wait for mkdir. A burst beyond them
-	// makes its own.
+	// readyCgroups are created in advance, so that a command does not wait for mkdir. A larger burst creates
+	// its own.
 	readyCgroups = 32
-	// upkeepPause is between the end of a command and the making and removing that it causes: so
-	// they are done for many at once, and not while the next command waits for a processor.
-	upkeepPause = 10 * time.Millisecond
-	// busyRetryMax bounds the pauses between attempts to remove a cgroup that still has processes: a
-	// job's daemons, which may live as long as the machine.
+	// upkeepDelay is the batch delay between the end of a command and the creation and removal of cgroups that
+	// it causes, so that they do not compete with the next command.
+	upkeepDelay = 10 * time.Millisecond
+	// busyRetryMax bounds the pauses between attempts to remove a cgroup that still has processes: the
+	// daemons of a job may live as long as the machine.
 	busyRetryMax = 5 * time.Second
-	// removePatience bounds the wait for a killed cgroup to become removable.
-	removePatience = 5 * time.Second
+	// removeTimeout bounds the wait for a killed cgroup to become removable.
+	removeTimeout = 5 * time.Second
 )
 
-// cgroups makes one cgroup2 directory per job below jobs. A directory is never used twice: a
+// cgroups is a Tracker that makes one cgroup2 directory per job below jobs. A directory is never used twice: a
 // process that is cloned into a cgroup which ever received cgroup.kill dies at birth.
 type cgroups struct {
 	jobs string
+	oom  oomCounter // for jobs without a memory controller
 	log  *slog.Logger
 
 	ready chan *cgroup
@@ -52,18 +53,19 @@ type cgroups struct {
 	used  []*cgroup // to be removed
 }
 
-// newCgroups tries a cgroup out, moves the guest into one of its own, removes what an earlier boot
-// left, and begins to make directories ahead.
-func newCgroups(dir string, log *slog.Logger) (*cgroups, error) {
+// newCgroups tries a cgroup, moves the guest into one of its own, removes what an earlier boot left, and
+// starts creating directories in advance.
+func newCgroups(dir string, oom oomCounter, log *slog.Logger) (*cgroups, error) {
 	c := &cgroups{
 		jobs:  filepath.Join(dir, "jobs"),
+		oom:   oom,
 		log:   log,
 		ready: make(chan *cgroup, readyCgroups),
 		wake:  make(chan struct{}, 1),
 		stop:  make(chan struct{}),
 	}
-	// The guest leaves the parent's directory where it can: a cgroup with controllers for its
-	// children may hold no process of its own.
+	// The guest leaves the parent's directory where it can: a cgroup with controllers for its children may
+	// contain no process of its own.
 	moveSelf(filepath.Join(dir, "guest"))
 	if err := os.MkdirAll(c.jobs, 0o755); err != nil { //nolint:gosec // a cgroup's directory is as public as /proc
 		return nil, fmt.Errorf("make the jobs' cgroup: %w", err)
@@ -81,13 +83,18 @@ func newCgroups(dir string, log *slog.Logger) (*cgroups, error) {
 
 func (c *cgroups) Kind() guestv1.Containment { return guestv1.Containment_CONTAINMENT_CGROUP }
 
-func (c *cgroups) Prepare(string) (Tree, error) {
+func (c *cgroups) Prepare(string) (ProcessGroup, error) {
+	var g *cgroup
 	select {
-	case tree := <-c.ready:
-		return tree, nil
+	case g = <-c.ready:
 	default:
-		return c.make()
+		var err error
+		if g, err = c.make(); err != nil {
+			return nil, err
+		}
 	}
+	g.oomBefore, _ = c.oom.read()
+	return g, nil
 }
 
 // Clear kills every cgroup below jobs.
@@ -102,14 +109,14 @@ func (c *cgroups) Clear(ctx context.Context) []int {
 	return survivors
 }
 
-func (c *cgroups) Occupied(trees []Tree) []Tree {
-	return slices.DeleteFunc(slices.Clone(trees), Tree.Empty)
+func (c *cgroups) Occupied(trees []ProcessGroup) []ProcessGroup {
+	return slices.DeleteFunc(slices.Clone(trees), ProcessGroup.Empty)
 }
 
-// Rename means nothing here: a cgroup holds its jobs without a mark.
+// Rename does nothing: processes in a cgroup need no mark.
 func (c *cgroups) Rename(string) {}
 
-// Close removes the directories that can be removed, and the guest's own hold on them.
+// Close removes the directories that can be removed and closes their descriptors.
 func (c *cgroups) Close() {
 	close(c.stop)
 	c.work.Wait()
@@ -128,7 +135,7 @@ func (c *cgroups) make() (*cgroup, error) {
 		c.mu.Unlock()
 		err := unix.Mkdir(path, 0o755)
 		if errors.Is(err, fs.ErrExist) {
-			continue // left by an earlier boot, with a process that would not go
+			continue // left by an earlier boot, with a process that cannot be killed
 		}
 		if err != nil {
 			return nil, fmt.Errorf("make a cgroup: %w", err)
@@ -142,18 +149,18 @@ func (c *cgroups) make() (*cgroup, error) {
 	}
 }
 
-// upkeep makes directories ahead and removes released ones, those that still have processes again
-// and again.
+// upkeep creates directories in advance and removes released ones, retrying those that still have
+// processes.
 func (c *cgroups) upkeep() {
 	var busy []*cgroup
-	retry, retryAt := upkeepPause, time.Now()
-	pause, soon := time.NewTimer(upkeepPause), false
+	retry, retryAt := upkeepDelay, time.Now()
+	pause, soon := time.NewTimer(upkeepDelay), false
 	defer pause.Stop()
 	for {
 		select {
 		case <-c.wake:
 			if !soon {
-				pause.Reset(upkeepPause)
+				pause.Reset(upkeepDelay)
 				soon = true
 			}
 			continue
@@ -170,7 +177,7 @@ func (c *cgroups) upkeep() {
 		}
 		if still := slices.DeleteFunc(c.takeUsed(), (*cgroup).remove); len(still) > 0 {
 			busy = append(busy, still...)
-			retry = upkeepPause
+			retry = upkeepDelay
 			retryAt = time.Now().Add(retry)
 		}
 		if len(busy) > 0 {
@@ -183,7 +190,7 @@ func (c *cgroups) makeAhead() {
 	for len(c.ready) < cap(c.ready) {
 		tree, err := c.make()
 		if err != nil {
-			c.log.Warn("no cgroup could be made ahead", "error", err)
+			c.log.Warn("cannot create a cgroup in advance", "error", err)
 			return
 		}
 		c.ready <- tree // this is the only sender
@@ -213,8 +220,8 @@ func (c *cgroups) removeLeftovers() {
 			continue
 		}
 		survivors := g.Kill(context.Background())
-		if !poll(context.Background(), removePatience, g.remove) {
-			c.log.Warn("a cgroup stays", "cgroup", g.path, "survivors", survivors)
+		if !poll(context.Background(), removeTimeout, g.remove) {
+			c.log.Warn("cannot remove a cgroup", "cgroup", g.path, "survivors", survivors)
 		}
 	}
 }
@@ -227,10 +234,10 @@ func (c *cgroups) try() error {
 	}
 	defer func() {
 		tree.close()
-		poll(context.Background(), removePatience, tree.remove)
+		poll(context.Background(), removeTimeout, tree.remove)
 	}()
 	attr := &syscall.SysProcAttr{}
-	pid, err := tree.Enclose(attr, func() (int, error) { return startProbe(attr) })
+	pid, err := tree.StartIn(attr, func() (int, error) { return startProbe(attr) })
 	if err != nil {
 		return err
 	}
@@ -241,21 +248,22 @@ func (c *cgroups) try() error {
 	return nil
 }
 
-// cgroup is the tree of one job.
+// cgroup is the process group of one job.
 type cgroup struct {
-	owner *cgroups
-	path  string
-	fd    int
-	gone  atomic.Bool // the directory was removed, so nothing is in it for ever
+	owner     *cgroups
+	path      string
+	fd        int
+	oomBefore uint64      // oom's count before the start
+	gone      atomic.Bool // the directory was removed, so it stays empty
 }
 
-func (g *cgroup) Enclose(attr *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
+func (g *cgroup) StartIn(attr *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
 	attr.UseCgroupFD = true
 	attr.CgroupFD = g.fd
 	return fork()
 }
 
-// Started gives the descriptor back: nothing else is ever started here.
+// Started closes the descriptor: nothing else is ever started here.
 func (g *cgroup) Started(int) { g.close() }
 
 func (g *cgroup) LeaderReaped() {}
@@ -282,24 +290,17 @@ func (g *cgroup) Kill(ctx context.Context) []int {
 		return nil
 	}
 	err := os.WriteFile(filepath.Join(g.path, "cgroup.kill"), []byte("1"), 0)
-	if err == nil && poll(ctx, killPatience, g.Empty) {
+	if err == nil && poll(ctx, killTimeout, g.Empty) {
 		return nil
 	}
 	return g.members()
 }
 
 func (g *cgroup) OOMKills() uint64 {
-	events, err := os.ReadFile(filepath.Join(g.path, "memory.events"))
-	if err != nil {
-		return 0
+	if kills, found := readOOMKills(filepath.Join(g.path, "memory.events")); found {
+		return kills
 	}
-	for line := range strings.Lines(string(events)) {
-		if count, found := strings.CutPrefix(line, "oom_kill "); found {
-			n, _ := strconv.ParseUint(strings.TrimSpace(count), 10, 64)
-			return n
-		}
-	}
-	return 0
+	return g.owner.oom.since(g.oomBefore)
 }
 
 func (g *cgroup) Release() {
@@ -355,7 +356,8 @@ func moveSelf(dir string) {
 	_ = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0)
 }
 
-// enableMemory lets a cgroup's children count their out-of-memory kills, where the parent may.
+// enableMemory enables the memory controller for a cgroup's children, where it is available, for the count
+// of out-of-memory kills.
 func enableMemory(dir string) {
 	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err == nil && strings.Contains(string(available), "memory") {

@@ -61,10 +61,10 @@ func TestTagsAreAMachinesAndAJobs(t *testing.T) {
 }
 
 // startIn starts a script in a tree.
-func startIn(t *testing.T, tree Tree, script string) *os.Process {
+func startIn(t *testing.T, tree ProcessGroup, script string) *os.Process {
 	t.Helper()
 	attr := &syscall.SysProcAttr{Setsid: true}
-	pid, err := tree.Enclose(attr, func() (int, error) {
+	pid, err := tree.StartIn(attr, func() (int, error) {
 		c := exec.Command("sh", "-c", script)
 		c.SysProcAttr = attr
 		if err := c.Start(); err != nil {
@@ -84,14 +84,14 @@ func startIn(t *testing.T, tree Tree, script string) *os.Process {
 }
 
 func TestATreeIsKilledWholeAndItsNeighbourIsNot(t *testing.T) {
-	means := Probe("", "m_test"+strconv.Itoa(os.Getpid()), slog.New(slog.DiscardHandler))
-	defer means.Close()
-	if means.Kind() != guestv1.Containment_CONTAINMENT_TAG {
+	tracker := Probe("", "m_test"+strconv.Itoa(os.Getpid()), slog.New(slog.DiscardHandler))
+	defer tracker.Close()
+	if tracker.Kind() != guestv1.Containment_CONTAINMENT_TAG {
 		t.Skip("limits cannot be set here")
 	}
-	trees, leaders := make([]Tree, 2), make([]*os.Process, 2)
+	trees, leaders := make([]ProcessGroup, 2), make([]*os.Process, 2)
 	for i := range trees {
-		tree, err := means.Prepare("job_" + strconv.Itoa(i))
+		tree, err := tracker.Prepare("job_" + strconv.Itoa(i))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -101,10 +101,10 @@ func TestATreeIsKilledWholeAndItsNeighbourIsNot(t *testing.T) {
 		}
 		leaders[i] = startIn(t, tree, "(setsid env -i sh -c 'sleep 60 & sleep 60' &) ; exec sleep 60")
 	}
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline) && (size(trees[0]) < 4 || size(trees[1]) < 4); {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline) && (size(trees[0]) < 4 || size(trees[1]) < 4); {
 		time.Sleep(5 * time.Millisecond)
 	}
-	if got := len(means.Occupied(trees)); got != 2 {
+	if got := len(tracker.Occupied(trees)); got != 2 {
 		t.Errorf("%d of 2 are occupied", got)
 	}
 	go func() { _, _ = leaders[0].Wait() }()
@@ -114,13 +114,13 @@ func TestATreeIsKilledWholeAndItsNeighbourIsNot(t *testing.T) {
 	if !trees[0].Empty() || size(trees[1]) != 4 {
 		t.Errorf("%d and %d processes live", size(trees[0]), size(trees[1]))
 	}
-	if occupied := means.Occupied(trees); len(occupied) != 1 || occupied[0] != trees[1] {
+	if occupied := tracker.Occupied(trees); len(occupied) != 1 || occupied[0] != trees[1] {
 		t.Errorf("occupied: %v", occupied)
 	}
 	go func() { _, _ = leaders[1].Wait() }()
-	if left := means.Clear(context.Background()); len(left) != 0 || !trees[1].Empty() {
+	if left := tracker.Clear(context.Background()); len(left) != 0 || !trees[1].Empty() {
 		t.Errorf("left by all: %v", left)
 	}
 }
 
-func size(tree Tree) int { return len(tree.(*group).among(look(), nil)) }
+func size(tree ProcessGroup) int { return len(tree.(*group).among(snapshot(), nil)) }

@@ -11,20 +11,21 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
-// freezePatience bounds how long a kill stops what it is going to kill. A storm of 1,800 processes
+// freezeTimeout bounds how long a kill spends on stopping the processes before it kills them. A storm of 1,800 processes
 // takes under a second.
-const freezePatience = 3 * time.Second
+const freezeTimeout = 3 * time.Second
 
-// groups knows a job's processes by a tag that they inherit, where there are tags, by its session
-// and group, by descent, and by the job's id in their environment. A daemon that left all of these
+// groups is a Tracker that finds a job's processes by a tag that they inherit, where tags work, by session
+// and process group, by descent, and by the job's id in their environment. A daemon that left all of these
 // escapes.
 type groups struct {
 	machineID atomic.Value // string
-	tags      *tags        // nil where limits cannot be set or seen
+	oom       oomCounter
+	tags      *tags // nil where limits cannot be set or read
 }
 
-func newGroups(machineID string) *groups {
-	m := &groups{}
+func newGroups(machineID string, oom oomCounter) *groups {
+	m := &groups{oom: oom}
 	m.machineID.Store(machineID)
 	if tags := newTags(machineID); tags.try() == nil {
 		m.tags = tags
@@ -39,8 +40,9 @@ func (m *groups) Kind() guestv1.Containment {
 	return guestv1.Containment_CONTAINMENT_PROCESS_GROUP
 }
 
-func (m *groups) Prepare(jobID string) (Tree, error) {
-	g := &group{means: m, jobID: jobID}
+func (m *groups) Prepare(jobID string) (ProcessGroup, error) {
+	g := &group{tracker: m, jobID: jobID}
+	g.oomBefore, _ = m.oom.read()
 	if m.tags != nil {
 		g.tag = m.tags.make()
 	}
@@ -48,14 +50,14 @@ func (m *groups) Prepare(jobID string) (Tree, error) {
 }
 
 // Clear kills every process that has this machine's tag, or its id in its environment.
-func (m *groups) Clear(ctx context.Context) []int { return (&group{means: m}).Kill(ctx) }
+func (m *groups) Clear(ctx context.Context) []int { return (&group{tracker: m}).Kill(ctx) }
 
-func (m *groups) Occupied(trees []Tree) []Tree {
+func (m *groups) Occupied(trees []ProcessGroup) []ProcessGroup {
 	if len(trees) == 0 {
 		return nil
 	}
-	var occupied []Tree
-	all := look()
+	var occupied []ProcessGroup
+	all := snapshot()
 	for _, tree := range trees {
 		if g, ours := tree.(*group); ours && len(g.among(all, nil)) > 0 {
 			occupied = append(occupied, tree)
@@ -68,22 +70,23 @@ func (m *groups) Rename(machineID string) { m.machineID.Store(machineID) }
 
 func (m *groups) Close() {}
 
-// group is the tree of one job, or of the whole machine when it names no job.
+// group is the processes of one job, or of the whole machine when it names no job.
 type group struct {
-	means *groups
-	jobID string
-	tag   tag // zero: none
+	tracker   *groups
+	jobID     string
+	tag       tag    // zero: none
+	oomBefore uint64 // oom's count before the start
 
 	mu     sync.Mutex
 	leader int  // its pid, session and group; 0 before the start
-	reaped bool // the leader's pid may be somebody else's
+	reaped bool // the leader's pid may be reused
 }
 
-func (g *group) Enclose(_ *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
+func (g *group) StartIn(_ *syscall.SysProcAttr, fork func() (int, error)) (int, error) {
 	if g.tag == 0 {
 		return fork()
 	}
-	return g.means.tags.enclose(g.tag, fork)
+	return g.tracker.tags.startTagged(g.tag, fork)
 }
 
 func (g *group) Started(pid int) {
@@ -98,24 +101,24 @@ func (g *group) LeaderReaped() {
 	g.mu.Unlock()
 }
 
-func (g *group) Empty() bool { return len(g.among(look(), nil)) == 0 }
+func (g *group) Empty() bool { return len(g.among(snapshot(), nil)) == 0 }
 
 func (g *group) Terminate() {
-	for _, p := range g.among(look(), nil) {
+	for _, p := range g.among(snapshot(), nil) {
 		p.signal(syscall.SIGTERM)
 	}
 }
 
-// Kill stops the tree first, until a whole look finds nothing that still runs: what is stopped makes
-// no children, so nothing is left behind when the killing begins.
+// Kill stops the tree first, until a full scan finds nothing that still runs: stopped processes have no
+// children, so none is missed by the kill.
 func (g *group) Kill(ctx context.Context) []int {
-	// What was once found stays ours: a child of a killed process is adopted by the guest, and its
-	// descent is gone.
+	// Processes that were found once stay known: a child of a killed process is reparented to the guest and no
+	// longer descends from the leader.
 	known := make(map[process]bool)
 	g.freeze(ctx, known)
 	var left []process
-	poll(ctx, killPatience, func() bool {
-		left = g.among(look(), known)
+	poll(ctx, killTimeout, func() bool {
+		left = g.among(snapshot(), known)
 		for _, p := range left {
 			p.signal(syscall.SIGKILL)
 		}
@@ -130,9 +133,9 @@ func (g *group) Kill(ctx context.Context) []int {
 
 func (g *group) freeze(ctx context.Context, known map[process]bool) {
 	stopped := make(map[process]bool)
-	for deadline := time.Now().Add(freezePatience); time.Now().Before(deadline) && ctx.Err() == nil; {
+	for deadline := time.Now().Add(freezeTimeout); time.Now().Before(deadline) && ctx.Err() == nil; {
 		fresh := false
-		for _, p := range g.among(look(), known) {
+		for _, p := range g.among(snapshot(), known) {
 			if !stopped[p] {
 				p.signal(syscall.SIGSTOP)
 				stopped[p], fresh = true, true
@@ -144,20 +147,20 @@ func (g *group) freeze(ctx context.Context, known map[process]bool) {
 	}
 }
 
-func (g *group) OOMKills() uint64 { return 0 }
+func (g *group) OOMKills() uint64 { return g.tracker.oom.since(g.oomBefore) }
 
 func (g *group) Release() {}
 
 // among returns the processes of the tree, zombies aside. known, which may be nil, is added to.
-func (g *group) among(all []*facts, known map[process]bool) []process {
+func (g *group) among(all []*stats, known map[process]bool) []process {
 	g.mu.Lock()
 	leader, reaped := g.leader, g.reaped
 	g.mu.Unlock()
 	if reaped {
 		for _, p := range all {
 			if p.pid == leader {
-				// Somebody else has the number, so the group and the session are empty: the kernel
-				// gives a number away only then.
+				// The pid was reused, so the process group and the session are empty: the kernel reuses a pid
+				// only then.
 				leader = 0
 			}
 		}
@@ -166,7 +169,7 @@ func (g *group) among(all []*facts, known map[process]bool) []process {
 	ours := make(map[int]bool)
 	for _, p := range all {
 		if p.pid == self {
-			continue // the guest is nobody's job, and its other children are not descent
+			continue // the guest is in no job, and its other children do not descend from one
 		}
 		if known[p.process] || leader != 0 && (p.pid == leader || p.group == leader || p.session == leader) || g.marked(p) {
 			ours[p.pid] = true
@@ -195,15 +198,16 @@ func (g *group) among(all []*facts, known map[process]bool) []process {
 	return members
 }
 
-// marked says whether a process has the tree's tag or, when it has no tag of anybody's, its marker.
-func (g *group) marked(p *facts) bool {
-	if g.means.tags != nil {
+// marked says whether a process has the tree's tag or, when it has no valid tag, its marker.
+func (g *group) marked(p *stats) bool {
+	if g.tracker.tags != nil {
 		if t := p.readTag(); t.valid() {
-			return g.tag == t || g.jobID == "" && g.means.tags.ours(t)
+			//mutation:sibling-containment return g.tracker.tags.ours(t)
+			return g.tag == t || g.jobID == "" && g.tracker.tags.ours(t)
 		}
 	}
 	if g.jobID == "" {
-		return p.readEnvironment().machine == g.means.machineID.Load()
+		return p.readEnvironment().machine == g.tracker.machineID.Load()
 	}
 	return p.readEnvironment().job == g.jobID
 }

@@ -11,18 +11,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process is one process for all time.
+// process identifies one process, even after its pid is reused.
 type process struct {
 	pid     int
 	started uint64 // clock ticks since boot
 }
 
-// signal sends a signal to this process, and never to another that has its number now.
+// signal sends a signal to this process, and never to another that reuses its pid.
 func (p process) signal(sig syscall.Signal) {
 	fd, err := unix.PidfdOpen(p.pid, 0)
 	if err != nil {
-		// Gone, or there are no such descriptors here: then a moment remains in which the number
-		// could change hands.
+		// Gone, or the kernel has no pidfds: then the pid could be reused in between.
 		if p.lives() {
 			_ = syscall.Kill(p.pid, sig)
 		}
@@ -35,12 +34,12 @@ func (p process) signal(sig syscall.Signal) {
 }
 
 func (p process) lives() bool {
-	now := readFacts(p.pid)
+	now := readStats(p.pid)
 	return now != nil && now.process == p
 }
 
-// facts is what a look at /proc says of a process. A look shares them between trees.
-type facts struct {
+// stats is what /proc says about a process. The groups of one scan share them.
+type stats struct {
 	process
 	parent, group, session int
 	zombie                 bool
@@ -49,10 +48,10 @@ type facts struct {
 	environment *environment
 }
 
-// environment is what a process's environment said of its job when it began.
+// environment is what the process's initial environment says about its job.
 type environment struct{ machine, job string }
 
-func (p *facts) readTag() tag {
+func (p *stats) readTag() tag {
 	if p.tag == nil {
 		t := tagOf(p.pid)
 		p.tag = &t
@@ -60,10 +59,10 @@ func (p *facts) readTag() tag {
 	return *p.tag
 }
 
-func (p *facts) readEnvironment() environment {
+func (p *stats) readEnvironment() environment {
 	if p.environment == nil {
 		p.environment = &environment{}
-		// Not readable for every user: nothing, then.
+		// Not readable for every user; then it stays empty.
 		data, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.pid), "environ"))
 		for entry := range bytes.SplitSeq(data, []byte{0}) {
 			if machine, found := bytes.CutPrefix(entry, []byte(machineMarker)); found {
@@ -76,29 +75,29 @@ func (p *facts) readEnvironment() environment {
 	return *p.environment
 }
 
-// look returns every process that /proc shows, the guest's ancestors included.
-func look() []*facts {
+// snapshot returns every process that /proc shows, the guest's ancestors included.
+func snapshot() []*stats {
 	proc, err := os.Open("/proc")
 	if err != nil {
 		return nil
 	}
 	names, _ := proc.Readdirnames(-1)
 	_ = proc.Close()
-	var all []*facts
+	var all []*stats
 	for _, name := range names {
 		pid, err := strconv.Atoi(name)
 		if err != nil {
 			continue
 		}
-		if p := readFacts(pid); p != nil {
+		if p := readStats(pid); p != nil {
 			all = append(all, p)
 		}
 	}
 	return all
 }
 
-// readFacts returns nil for a process that is gone.
-func readFacts(pid int) *facts {
+// readStats returns nil for a process that is gone.
+func readStats(pid int) *stats {
 	stat, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
 	if err != nil {
 		return nil
@@ -111,12 +110,12 @@ func readFacts(pid int) *facts {
 }
 
 // parseStat reads proc(5)'s stat line; what counts begins after the name's closing bracket.
-func parseStat(pid int, line string) (*facts, bool) {
+func parseStat(pid int, line string) (*stats, bool) {
 	f := strings.Fields(line[strings.LastIndexByte(line, ')')+1:])
 	if len(f) < 20 {
 		return nil, false
 	}
-	p := &facts{process: process{pid: pid}, zombie: f[0] == "Z" || f[0] == "X"}
+	p := &stats{process: process{pid: pid}, zombie: f[0] == "Z" || f[0] == "X"}
 	var errs [4]error
 	p.parent, errs[0] = strconv.Atoi(f[1])
 	p.group, errs[1] = strconv.Atoi(f[2])

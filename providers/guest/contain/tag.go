@@ -27,7 +27,7 @@ const (
 
 func (t tag) valid() bool { return t>>(64-tagBits) == tagPattern>>(64-tagBits) }
 
-// tags gives them out.
+// tags allocates them.
 type tags struct {
 	machine tag // all but the job's number
 
@@ -36,8 +36,8 @@ type tags struct {
 	limit unix.Rlimit // the guest's own
 }
 
-// newTags returns the tags of a machine. Numbers begin somewhere, so that what an earlier boot left
-// is hardly taken for a job of this one.
+// newTags returns the tags of a machine. The first number differs between boots, so that a process of an
+// earlier boot is unlikely to be taken for a job of this one.
 func newTags(machineID string) *tags {
 	hash := fnv.New64a()
 	_, _ = hash.Write([]byte(machineID))
@@ -55,9 +55,9 @@ func (t *tags) make() tag {
 // ours says whether a valid tag is this machine's.
 func (t *tags) ours(other tag) bool { return other>>jobBits == t.machine>>jobBits }
 
-// enclose forks with the tag as the guest's own limit, since there is no other way to give it to a
-// child before its first instruction. It is the only place that changes it.
-func (t *tags) enclose(mark tag, fork func() (int, error)) (int, error) {
+// startTagged forks while the tag is the guest's own limit, the only way to set it for a child before its
+// first instruction. Nothing else changes that limit.
+func (t *tags) startTagged(mark tag, fork func() (int, error)) (int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if err := unix.Prlimit(0, unix.RLIMIT_LOCKS, &unix.Rlimit{Cur: uint64(mark), Max: t.limit.Max}, nil); err != nil {
@@ -67,13 +67,13 @@ func (t *tags) enclose(mark tag, fork func() (int, error)) (int, error) {
 	return fork()
 }
 
-// try tags a process and looks whether it can be seen. It runs before anything else reaps.
+// try tags a process and checks that the tag can be read. It runs before anything else reaps.
 func (t *tags) try() error {
 	if err := unix.Prlimit(0, unix.RLIMIT_LOCKS, nil, &t.limit); err != nil {
 		return fmt.Errorf("read the guest's own limit: %w", err)
 	}
 	mark := t.make()
-	pid, err := t.enclose(mark, func() (int, error) { return startProbe(&syscall.SysProcAttr{}) })
+	pid, err := t.startTagged(mark, func() (int, error) { return startProbe(&syscall.SysProcAttr{}) })
 	if err != nil {
 		return err
 	}
@@ -81,7 +81,7 @@ func (t *tags) try() error {
 	if seen := tagOf(pid); seen != mark {
 		return fmt.Errorf("a child has the tag %x, not %x", seen, mark)
 	}
-	// The way that is left for processes of other users must not contradict.
+	// The fallback for processes of other users must agree.
 	if seen := tagInProc(pid); seen != mark {
 		return fmt.Errorf("/proc says of a child that it has the tag %x, not %x", seen, mark)
 	}
@@ -100,7 +100,7 @@ func tagOf(pid int) tag {
 	return tagInProc(pid) // another user's
 }
 
-// tagInProc reads it where everybody may, which takes longer.
+// tagInProc reads it from /proc, which is slower but allowed for processes of other users.
 func tagInProc(pid int) tag {
 	limits, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "limits"))
 	if err != nil {
@@ -117,7 +117,7 @@ func tagInProc(pid int) tag {
 	return 0
 }
 
-// startProbe starts the one program that every machine has, the guest itself; "version" ends at once.
+// startProbe starts the one program that every machine has, the guest itself; "version" exits at once.
 func startProbe(attr *syscall.SysProcAttr) (int, error) {
 	self, err := os.Executable()
 	if err != nil {

@@ -3,19 +3,25 @@ package launch
 import (
 	"bufio"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
-// The files that name users and groups. They are read at each use: an image's command may add some.
+// The files that name users and groups. They are read at each use: a command may change them.
 const (
 	passwdFile = "/etc/passwd"
 	groupFile  = "/etc/group"
 )
+
+// maxAccounts bounds what is read of these files, in bytes.
+const maxAccounts = 8 << 20
 
 // account is a user to run as.
 type account struct {
@@ -27,12 +33,12 @@ type account struct {
 }
 
 func (a *account) credential() *syscall.Credential {
-	// Without root, groups cannot be set, and need not be: the user can only be the guest's own.
+	// Without root, groups cannot be set and need not be: the user can only be the guest's own.
 	return &syscall.Credential{Uid: a.uid, Gid: a.gid, Groups: a.groups, NoSetGroups: os.Geteuid() != 0}
 }
 
-// account finds "user", "uid", "user:group" and so on; nil for the guest's own. A uid that no
-// user has is allowed, as in containers; its group is then the same number.
+// account finds "user", "uid", "user:group" and so on, as Docker does; nil for the guest's own. A uid that no
+// user has is allowed; its group is then 0. A group that is named is the only one.
 func (m *Machine) account(spec string) (*account, error) {
 	if spec == "" {
 		spec = m.user
@@ -40,6 +46,10 @@ func (m *Machine) account(spec string) (*account, error) {
 	if spec == "" {
 		return nil, nil //nolint:nilnil // no user is a real answer here
 	}
+	return findAccount(spec)
+}
+
+func findAccount(spec string) (*account, error) {
 	userName, groupName, withGroup := strings.Cut(spec, ":")
 	a, err := findUser(userName)
 	if err != nil {
@@ -50,12 +60,22 @@ func (m *Machine) account(spec string) (*account, error) {
 		if !found {
 			return nil, &Failure{fmt.Sprintf("user_unknown: no group %q in this machine", groupName), codeNotExecutable}
 		}
-		a.gid = gid
+		a.gid, a.groups = gid, []uint32{gid}
+		return a, nil
 	}
 	a.groups = append(supplementary(a.name), a.gid)
 	slices.Sort(a.groups)
 	a.groups = slices.Compact(a.groups)
 	return a, nil
+}
+
+// ownHome returns the home directory of the guest's own user.
+func ownHome() string {
+	a, err := findUser(strconv.Itoa(os.Geteuid()))
+	if err != nil || a.home == "" {
+		return "/"
+	}
+	return a.home
 }
 
 func findUser(name string) (*account, error) {
@@ -79,7 +99,7 @@ func findUser(name string) (*account, error) {
 	if numberErr != nil {
 		return nil, &Failure{fmt.Sprintf("user_unknown: no user %q in this machine", name), codeNotExecutable}
 	}
-	return &account{name: name, home: "/", uid: uint32(number), gid: uint32(number)}, nil
+	return &account{home: "/", uid: uint32(number)}, nil
 }
 
 func findGroup(name string) (gid uint32, found bool) {
@@ -100,6 +120,9 @@ func findGroup(name string) (gid uint32, found bool) {
 // supplementary returns the groups that list a user as a member.
 func supplementary(user string) []uint32 {
 	var gids []uint32
+	if user == "" {
+		return nil
+	}
 	eachEntry(groupFile, 4, func(f []string) bool {
 		if number, err := strconv.ParseUint(f[2], 10, 32); err == nil && slices.Contains(strings.Split(f[3], ","), user) {
 			gids = append(gids, uint32(number))
@@ -109,15 +132,19 @@ func supplementary(user string) []uint32 {
 	return gids
 }
 
-// eachEntry calls yield with the fields of each line that has as many as it should, until it
-// returns false. A file that is not there has no lines.
+// eachEntry calls yield with the fields of each line that has the right number of them, until it returns
+// false. A file that is not there has no lines.
 func eachEntry(path string, fields int, yield func([]string) bool) {
-	file, err := os.Open(path)
+	// An image may have a link here, but a job may have put anything else in its place.
+	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return
 	}
 	defer func() { _ = file.Close() }()
-	for lines := bufio.NewScanner(file); lines.Scan(); {
+	if info, err := file.Stat(); err != nil || !info.Mode().IsRegular() {
+		return
+	}
+	for lines := bufio.NewScanner(io.LimitReader(file, maxAccounts)); lines.Scan(); {
 		f := strings.Split(strings.TrimSpace(lines.Text()), ":")
 		if len(f) == fields && !yield(f) {
 			return

@@ -1,15 +1,18 @@
 // Package launch turns a command as the broker sent it into a program as the kernel wants it, and
-// forks it: lookup in PATH, working directory, environment, user. Whatever keeps a command from
-// starting becomes a Failure in words. It never waits for what it started, and never reads the
-// guest's own environment.
+// forks it: lookup in PATH, working directory, environment, user. Every reason why a
+// command cannot start becomes a Failure. It never waits for what it started and never reads the guest's
+// own environment.
 package launch
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -19,23 +22,23 @@ import (
 )
 
 const (
-	// defaultPath is the PATH of a machine that names none.
+	// defaultPath is the PATH of a machine without one.
 	defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-	// defaultHome is HOME where neither the machine nor a user gives one.
-	defaultHome = "/root"
-	// defaultTerm is TERM in a terminal where nobody names one.
+	// defaultTerm is TERM in a terminal where none is set.
 	defaultTerm = "xterm-256color"
 	// busyTries and busyPause bound how long a program that is open for writing is tried again. A
-	// fork elsewhere in the guest holds a just written program open until its own exec, well under
-	// a millisecond: 10 tries at 2 ms are plenty.
+	// concurrent fork keeps a just written program open until its own exec, well under a millisecond: 10
+	// tries at 2 ms are plenty.
 	busyTries = 10
 	busyPause = 2 * time.Millisecond
-	// pagesOfAString is the most that Linux takes of one argument or variable, its NUL included
-	// (MAX_ARG_STRLEN): 128 KiB where pages have 4.
+	// scriptStart is how much of a file is examined for whether it is a script, in bytes.
+	scriptStart = 256
+	// pagesOfAString bounds one argument or variable with its NUL on Linux (MAX_ARG_STRLEN): 128 KiB with
+	// pages of 4 KiB.
 	pagesOfAString = 32
 )
 
-// The exit codes of a command that never ran, as shells give them.
+// The exit codes of shells for a command that never ran.
 const (
 	codeNotExecutable = 126
 	codeNotFound      = 127
@@ -43,19 +46,20 @@ const (
 
 // Failure says why a command did not start.
 type Failure struct {
-	Reason   string // its first word, before a colon, is for programs
+	Reason   string // its first word, before a colon, is meant for programs
 	ExitCode int32
 }
 
 // Error returns the reason.
 func (f *Failure) Error() string { return f.Reason }
 
-// Machine is what every command of a machine shares.
+// Machine is what all commands of a machine share.
 type Machine struct {
 	id        string
 	workspace string
 	user      string
 	env       map[string]string
+	ownHome   bool     // env has a HOME of its own, which is every user's
 	plain     []string // env as a list, complete but for the job's id
 }
 
@@ -67,7 +71,10 @@ func NewMachine(id, workspace, user string, env map[string]string) *Machine {
 		m.env = make(map[string]string)
 	}
 	setDefault(m.env, "PATH", defaultPath)
-	setDefault(m.env, "HOME", defaultHome)
+	m.ownHome = m.env["HOME"] != ""
+	if !m.ownHome {
+		m.env["HOME"] = ownHome()
+	}
 	m.env["BERTH_MACHINE_ID"] = id
 	delete(m.env, "BERTH_JOB_ID")
 	m.plain = list(m.env)
@@ -127,7 +134,7 @@ func (p *Program) Fork(files []uintptr, attr *syscall.SysProcAttr) (int, error) 
 		switch {
 		case err == nil:
 			return pid, nil
-		case errors.Is(err, syscall.ENOEXEC) && path == p.Path:
+		case errors.Is(err, syscall.ENOEXEC) && path == p.Path && !isBinary(absolute(path, p.Dir)):
 			// A script without #!: shells run it themselves, so do we.
 			path, argv = "/bin/sh", append([]string{"sh", p.Path}, p.Argv[1:]...)
 		case errors.Is(err, syscall.ETXTBSY) && try < busyTries:
@@ -138,7 +145,24 @@ func (p *Program) Fork(files []uintptr, attr *syscall.SysProcAttr) (int, error) 
 	}
 }
 
-// failure explains an error of ForkExec, which does not say which of its steps failed.
+// isBinary says, as shells do, whether a file is no script: its first line has a NUL byte, or it cannot be
+// read.
+func isBinary(path string) bool {
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return true
+	}
+	defer func() { _ = file.Close() }()
+	start := make([]byte, scriptStart)
+	n, err := io.ReadFull(file, start)
+	if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) && !errors.Is(err, io.EOF) {
+		return true
+	}
+	line, _, _ := bytes.Cut(start[:n], []byte("\n"))
+	return bytes.IndexByte(line, 0) >= 0
+}
+
+// failure explains an error of ForkExec, which does not tell which of its steps failed.
 func (p *Program) failure(err error) *Failure {
 	switch {
 	case errors.Is(err, syscall.E2BIG):
@@ -149,14 +173,16 @@ func (p *Program) failure(err error) *Failure {
 		return &Failure{fmt.Sprintf("cwd_missing: user %d may not enter %q", p.Credential.Uid, p.Dir), codeNotExecutable}
 	case errors.Is(err, syscall.EPERM) && p.Credential != nil:
 		return &Failure{fmt.Sprintf("user_unknown: the guest may not run commands as user %d: %v", p.Credential.Uid, err), codeNotExecutable}
+	case errors.Is(err, syscall.ENOEXEC):
+		return &Failure{fmt.Sprintf("not_executable: %q is a binary file that this machine (%s) cannot run", p.Path, runtime.GOARCH), codeNotExecutable}
 	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOMEM), errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
 		return &Failure{fmt.Sprintf("no_resources: the machine cannot start another process: %v", err), codeNotExecutable}
 	}
 	return &Failure{fmt.Sprintf("not_executable: %q: %v", p.Path, err), codeNotExecutable}
 }
 
-// tooLong says what of a program the kernel did not take, and what to do. It tells no value: some are
-// secret.
+// tooLong says which part of a program is too long for the kernel, and the remedy. It quotes no value, which
+// may be secret.
 func (p *Program) tooLong() string {
 	most := pagesOfAString*os.Getpagesize() - 1
 	total := 0
@@ -168,16 +194,16 @@ func (p *Program) tooLong() string {
 		if p.Shell != "" {
 			what = "the script"
 		}
-		return fmt.Sprintf("%s has %d bytes, and the kernel takes at most %d: put it into a file or stdin", what, len(arg), most)
+		return fmt.Sprintf("%s has %d bytes, and the kernel allows %d: put it into a file or stdin", what, len(arg), most)
 	}
 	for _, variable := range p.Env {
 		if total += len(variable) + 1; len(variable) <= most {
 			continue
 		}
 		name, _, _ := strings.Cut(variable, "=")
-		return fmt.Sprintf("variable %s has %d bytes with its name, and the kernel takes at most %d: put it into a file", name, len(variable), most)
+		return fmt.Sprintf("variable %s has %d bytes with its name, and the kernel allows %d: put it into a file", name, len(variable), most)
 	}
-	return fmt.Sprintf("arguments and environment have %d bytes together, more than the kernel takes: put large data into a file or stdin", total)
+	return fmt.Sprintf("arguments and environment have %d bytes together, more than the kernel allows: put large data into a file or stdin", total)
 }
 
 // directory returns the absolute working directory, which exists.
@@ -208,20 +234,20 @@ func (m *Machine) environment(command *guestv1.Command, a *account, jobID string
 		return append(env, "BERTH_JOB_ID="+jobID), m.env["PATH"]
 	}
 	all := maps.Clone(m.env)
-	if a != nil {
-		all["HOME"], all["USER"], all["LOGNAME"] = a.home, a.name, a.name
+	if a != nil && !m.ownHome {
+		all["HOME"] = a.home
 	}
 	maps.Copy(all, own)
 	if terminal {
 		setDefault(all, "TERM", defaultTerm)
 	}
-	// A kill finds the processes of a job by these where there is no better means.
+	// A kill finds the processes of a job by these where there is no better way.
 	all["BERTH_MACHINE_ID"] = m.id
 	all["BERTH_JOB_ID"] = jobID
 	return list(all), all["PATH"]
 }
 
-// Shell returns the machine's shell, or nothing.
+// Shell returns the machine's shell, or "".
 func Shell() string {
 	for _, shell := range []string{"/bin/bash", "/bin/sh"} {
 		if runnable(shell) == nil {
@@ -231,8 +257,8 @@ func Shell() string {
 	return ""
 }
 
-// lookup finds a program as a shell does: a name with a slash as it is, others in PATH, both
-// relative to the job's working directory.
+// lookup finds a program as a shell does: a name with a slash as is, others in PATH, both relative to the
+// job's working directory.
 func lookup(name, path, dir string) (string, error) {
 	if strings.Contains(name, "/") {
 		switch err := runnable(absolute(name, dir)); {

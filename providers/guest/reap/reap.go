@@ -1,6 +1,6 @@
-// Package reap owns the exit status of every child of this process: those that were spawned through
-// it are handed to their owner, orphans that were inherited are only cleared away. It never uses
-// os/exec, and nothing beside it in this process may wait for a child, or statuses get lost.
+// Package reap owns the exit status of every child of this process: those that were
+// spawned through it are reported to their owner, inherited orphans are only reaped. It never uses os/exec,
+// and nothing else in this process may wait for a child, or statuses get lost.
 package reap
 
 import (
@@ -19,21 +19,21 @@ import (
 // Linux: after signo, errno, code and four bytes that align the union.
 const siginfoPidOffset = 16
 
-// Exit is what the kernel said of a child's end.
+// Exit is what the kernel reported about a child's end.
 type Exit struct {
 	Status  syscall.WaitStatus
-	CPUTime time.Duration // user and system, of the child and what it waited for
+	CPUTime time.Duration // user and system, of the child and the children that it waited for
 	Time    time.Time     // when it was reaped
 }
 
 // Reaper owns exit statuses. Make it with Start.
 type Reaper struct {
-	// forks is held shared from before a fork until its pid is in owners, and exclusively by the
-	// sweep before it calls a pid an orphan. So a fast exit never passes for one.
+	// forks is locked shared from before a fork until its pid is in owners, and exclusively by the sweep before
+	// it treats a pid as an orphan. So a fast exit is never taken for one.
 	forks sync.RWMutex
 
-	// mu guards owners, and is held over the reaping of an owned child: a pid that is in owners is
-	// not reaped, so it can be signalled without hitting another process.
+	// mu guards owners and is locked while an owned child is reaped: a pid that is in owners is not reaped, so
+	// it can be signalled without hitting another process.
 	mu     sync.Mutex
 	owners map[int]func(Exit)
 
@@ -42,7 +42,7 @@ type Reaper struct {
 	stopped  chan struct{}
 }
 
-// Start begins to reap; Close ends it.
+// Start starts reaping; Close ends it.
 func Start() *Reaper {
 	r := &Reaper{
 		owners:   make(map[int]func(Exit)),
@@ -55,7 +55,7 @@ func Start() *Reaper {
 	return r
 }
 
-// Close ends the reaping and waits for it. Children that are left stay unreaped.
+// Close ends the reaping and waits for it. Remaining children stay unreaped.
 func (r *Reaper) Close() {
 	close(r.stop)
 	<-r.stopped
@@ -76,8 +76,8 @@ func (r *Reaper) Spawn(fork func() (int, error), exited func(Exit)) (int, error)
 	return pid, nil
 }
 
-// AwaitForks waits until every Spawn that is under way is through: until then the process that it forks
-// has whatever this process had open.
+// AwaitForks waits for every Spawn in progress: until then the forked process has open whatever this process
+// had open.
 func (r *Reaper) AwaitForks() {
 	r.forks.Lock()
 	defer r.forks.Unlock()

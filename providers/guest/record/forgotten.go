@@ -6,6 +6,8 @@ import (
 	"os"
 	"path/filepath"
 	"time"
+
+	"github.com/berth-sandbox/berth/providers/guest/regular"
 )
 
 // ULID is the part of a job's id that names it, as 16 bytes; its first six are milliseconds since
@@ -39,7 +41,7 @@ var digits = func() (d [256]byte) {
 	return d
 }()
 
-// ParseID returns what a job's id holds: "job_" and a ULID in capitals.
+// ParseID parses a job's id: "job_" and a ULID in capitals.
 func ParseID(id string) (ULID, error) {
 	var u ULID
 	if len(id) != len(idPrefix)+ulidDigits || id[:len(idPrefix)] != idPrefix || id[len(idPrefix)] > '7' {
@@ -61,11 +63,11 @@ func ParseID(id string) (ULID, error) {
 	return u, nil
 }
 
-// Check says why a job that has no directory must not be begun, and remembers its id's time.
+// Check returns why a job without a directory must not be started, and records its id's time.
 func (d *Directory) Check(id ULID) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if _, buried := d.buried[id]; buried {
+	if _, forgotten := d.tombstones[id]; forgotten {
 		return ErrForgotten
 	}
 	if _, recent := d.recent[id]; recent {
@@ -79,9 +81,9 @@ func (d *Directory) Check(id ULID) error {
 	return nil
 }
 
-// Bury remembers that jobs were begun and are forgotten; durable ones are on disk when it returns.
-// Only then may their directories be removed.
-func (d *Directory) Bury(durable, others []ULID) error {
+// WriteTombstone records that jobs were started and are forgotten, for durable ones on disk. Only then may
+// their directories be removed.
+func (d *Directory) WriteTombstone(durable, others []ULID) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, id := range others {
@@ -89,7 +91,7 @@ func (d *Directory) Bury(durable, others []ULID) error {
 	}
 	var data []byte
 	for _, id := range durable {
-		if _, buried := d.buried[id]; !buried {
+		if _, forgotten := d.tombstones[id]; !forgotten {
 			data = append(data, id[:]...)
 		}
 	}
@@ -103,16 +105,16 @@ func (d *Directory) Bury(durable, others []ULID) error {
 		err = d.forgotten.Sync()
 	}
 	if err != nil {
-		// The next entry must begin where a whole one ends.
-		return fmt.Errorf("note forgotten jobs: %w", errors.Join(err, d.forgotten.Truncate(d.size)))
+		// The next entry must start where a complete one ends.
+		return fmt.Errorf("write tombstones: %w", errors.Join(err, d.forgotten.Truncate(d.size)))
 	}
 	// gofail: var guestAfterTombstone struct{}
 	// os.Exit(137)
 	d.size += int64(len(data))
 	for _, id := range durable {
-		d.buried[id] = struct{}{}
+		d.tombstones[id] = struct{}{}
 	}
-	if len(d.buried) < d.compactAt {
+	if len(d.tombstones) < d.compactAt {
 		return nil
 	}
 	return d.compact()
@@ -129,8 +131,8 @@ func (d *Directory) remember(id ULID) {
 	d.recent[id] = struct{}{}
 }
 
-// see notes the time of an id. One from the future, by more than clocks differ, must not make
-// today's ids look expired.
+// see records the time of an id. One from the future, by more than clocks differ, must not expire the ids of
+// today.
 func (d *Directory) see(id ULID) {
 	made := id.Time()
 	if latest := time.Now().Add(clockSlack); made.After(latest) {
@@ -143,13 +145,16 @@ func (d *Directory) see(id ULID) {
 
 // loadForgotten reads the forgotten ids.
 func (d *Directory) loadForgotten() error {
-	data, err := os.ReadFile(d.forgottenFile())
+	data, err := regular.Read(d.forgottenFile(), maxForgotten)
+	if errors.Is(err, regular.ErrNotRegular) {
+		err = os.RemoveAll(d.forgottenFile())
+	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("read the forgotten jobs: %w", err)
 	}
-	for ; len(data) >= len(ULID{}); data = data[len(ULID{}):] { // a torn last entry was never answered
+	for ; len(data) >= len(ULID{}); data = data[len(ULID{}):] { // a torn last entry was never acknowledged
 		id := ULID(data[:len(ULID{})])
-		d.buried[id] = struct{}{}
+		d.tombstones[id] = struct{}{}
 		d.see(id)
 	}
 	return d.compact()
@@ -158,9 +163,9 @@ func (d *Directory) loadForgotten() error {
 // compact rewrites the file without the ids that are so old that they are refused as expired.
 func (d *Directory) compact() error {
 	var kept []byte
-	for id := range d.buried {
+	for id := range d.tombstones {
 		if d.newest.Sub(id.Time()) > forgetAfter {
-			delete(d.buried, id)
+			delete(d.tombstones, id)
 		} else {
 			kept = append(kept, id[:]...)
 		}
@@ -168,7 +173,7 @@ func (d *Directory) compact() error {
 	if err := replace(d.forgottenFile(), kept); err != nil {
 		return err
 	}
-	file, err := os.OpenFile(d.forgottenFile(), os.O_WRONLY|os.O_APPEND, 0o600)
+	file, err := regular.Open(d.forgottenFile(), os.O_WRONLY|os.O_APPEND)
 	if err != nil {
 		return fmt.Errorf("open the forgotten jobs: %w", err)
 	}
@@ -176,7 +181,7 @@ func (d *Directory) compact() error {
 		_ = d.forgotten.Close()
 	}
 	d.forgotten, d.size = file, int64(len(kept))
-	d.compactAt = max(2*len(d.buried), compactFrom)
+	d.compactAt = max(2*len(d.tombstones), compactFrom)
 	return nil
 }
 

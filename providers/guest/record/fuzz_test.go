@@ -14,7 +14,7 @@ import (
 
 const fuzzedID = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 
-// FuzzLoad loads a directory whose files hold anything: a job in it is found, or was forgotten, and
+// FuzzLoad loads a directory of arbitrary files: a job in it is found, or was forgotten, and
 // can never begin again.
 func FuzzLoad(f *testing.F) {
 	good, err := proto.Marshal(&guestv1.JobRecord{JobId: fuzzedID, Generation: 3, OutputLimitBytes: 9})
@@ -30,7 +30,7 @@ func FuzzLoad(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(good, done, []byte{})
-	f.Add(good, []byte(" 0"), []byte{}) // done, and nobody's
+	f.Add(good, []byte(" 0"), []byte{}) // done, and of no job
 	f.Add(good[:len(good)-1], done[1:], ulid[:])
 	f.Add([]byte("\xff\xff"), []byte{}, append(ulid[:], 1, 2, 3))
 	f.Fuzz(func(t *testing.T, job, status, forgotten []byte) {

@@ -1,16 +1,16 @@
-// Package record is the guest's own directory on disk: what makes a job start at most once, and its
-// outcome survive. It never holds a command, an environment or any other secret.
+// Package record is the guest's own directory on disk: what makes a job start at most once and its
+// outcome survive. It never contains a command, an environment or any other secret.
 //
-//	lock                  held by the one guest that uses the directory
-//	machine               whose it is
+//	lock                  locked by the guest that uses the directory
+//	machine               the id of the machine that it belongs to
 //	forgotten             16 bytes for each durable job that was forgotten: its ULID
-//	boot.<n>              JobRecord that the quick jobs of this boot share
+//	boot.<n>              JobRecord shared by the quick jobs of this boot
 //	jobs/<job id>         of a quick job, which is not durable: a hard link to the file above
 //	jobs/<job id>/job         of a durable job: JobRecord, before it begins
 //	jobs/<job id>/status      Status, once it is done
-//	jobs/<job id>/status.new  room for it, so that a full disk cannot lose an outcome
+//	jobs/<job id>/status.new  space reserved for it, so that a full disk cannot lose an outcome
 //	jobs/<job id>/stdout.…    its output, see package spool
-//	output/<job id>/stdout.…  a quick job's output, if it has more than memory should hold
+//	output/<job id>/stdout.…  a quick job's output, if it is too large for memory
 //
 // An entry in jobs, made exclusively, is what makes a job start at most once. A link is the cheapest
 // such entry: making and removing a directory costs 80 µs on ext4, a link 5 µs.
@@ -31,18 +31,23 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/regular"
 )
 
 const (
-	// statusRoom is written ahead for a status, in bytes: several times what one needs.
-	statusRoom = 4 << 10
+	// statusReserve is reserved for a status, in bytes: several times the usual size.
+	statusReserve = 4 << 10
+	// maxRecord bounds a record, a status and a machine's id on disk, in bytes: many times the usual size.
+	maxRecord = 64 << 10
+	// maxForgotten bounds the file of tombstones, in bytes: a million within 48 h.
+	maxForgotten = 16 << 20
 	// forgetAfter is how long a forgotten id is remembered, by the times in the ids: an id that is
 	// older than the newest by more is refused as expired. A reservation is started within 24 h.
 	forgetAfter = 48 * time.Hour
 	// memoryTombstones bounds the forgotten ids of jobs that were not durable, which are in memory
 	// only; 16 Ki of them take less than 1 MB.
 	memoryTombstones = 16 << 10
-	// compactFrom is how many durable ones there are before the file is worth rewriting.
+	// compactFrom is the least number of durable tombstones for which the file is rewritten.
 	compactFrom = 16 << 10
 	// clockSlack is how far the broker's clock may be ahead of the machine's.
 	clockSlack = time.Hour
@@ -67,33 +72,33 @@ type Directory struct {
 	lock   *os.File
 	shared []byte // JobRecord of this boot's quick jobs
 
-	mu        sync.Mutex
-	link      string // the file that quick jobs are links to
-	links     int    // such files so far
-	forgotten *os.File
-	size      int64             // of its whole entries, in bytes
-	compactAt int               // buried ids at which it is rewritten
-	buried    map[ULID]struct{} // forgotten, durably
-	recent    map[ULID]struct{} // forgotten, in memory
-	ring      []ULID            // recent, in order; next is its oldest once it is full
-	next      int
-	newest    time.Time // of all ids that were seen
+	mu         sync.Mutex
+	link       string // the file that quick jobs are links to
+	links      int    // number of such files so far
+	forgotten  *os.File
+	size       int64             // of its whole entries, in bytes
+	compactAt  int               // number of tombstones at which it is rewritten
+	tombstones map[ULID]struct{} // of durable jobs
+	recent     map[ULID]struct{} // of other jobs, in memory only
+	ring       []ULID            // recent, in order; next is its oldest once it is full
+	next       int
+	newest     time.Time // of all ids seen
 }
 
 // Found is a job that an earlier boot left.
 type Found struct {
 	Record *guestv1.JobRecord
-	Status *guestv1.Status // nil when it never became known
+	Status *guestv1.Status // nil when it was never recorded
 }
 
 // Open locks the directory, making it if it is missing, and wipes what belongs to another machine.
 func Open(path, machineID string, generation uint64, bootID string) (*Directory, error) {
 	d := &Directory{
-		path:   path,
-		jobs:   filepath.Join(path, "jobs"),
-		output: filepath.Join(path, "output"),
-		buried: make(map[ULID]struct{}),
-		recent: make(map[ULID]struct{}),
+		path:       path,
+		jobs:       filepath.Join(path, "jobs"),
+		output:     filepath.Join(path, "output"),
+		tombstones: make(map[ULID]struct{}),
+		recent:     make(map[ULID]struct{}),
 	}
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, fmt.Errorf("make the spool directory: %w", err)
@@ -115,20 +120,20 @@ func (d *Directory) prepare(machineID string, generation uint64, bootID string) 
 	if err := d.loadForgotten(); err != nil {
 		return err
 	}
-	// The records of earlier boots live on in the links to them.
+	// The records of earlier boots stay reachable by the links to them.
 	stale, err := filepath.Glob(filepath.Join(d.path, "boot.*"))
 	if err != nil {
 		return fmt.Errorf("find the records of earlier boots: %w", err)
 	}
 	for _, path := range stale {
-		if err := os.Remove(path); err != nil {
+		if err := os.RemoveAll(path); err != nil {
 			return fmt.Errorf("remove the record of an earlier boot: %w", err)
 		}
 	}
 	return d.share(generation, bootID)
 }
 
-// share makes the record that quick jobs share from now on.
+// share writes the record that quick jobs share from now on.
 func (d *Directory) share(generation uint64, bootID string) error {
 	shared, err := proto.Marshal(&guestv1.JobRecord{Generation: generation, BootId: bootID, AcceptTime: timestamppb.Now()})
 	if err != nil {
@@ -138,9 +143,9 @@ func (d *Directory) share(generation uint64, bootID string) error {
 	return d.newLink()
 }
 
-// Adopt makes the directory another machine's, or the same one's in another generation. What is in it
-// stays. No job may be made meanwhile.
-func (d *Directory) Adopt(machineID string, generation uint64, bootID string) error {
+// SetIdentity assigns the directory to another machine, or to the same one in another generation. Its
+// content stays. No job may be created meanwhile.
+func (d *Directory) SetIdentity(machineID string, generation uint64, bootID string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	// gofail: var guestBeforeAdopt struct{}
@@ -153,7 +158,7 @@ func (d *Directory) Adopt(machineID string, generation uint64, bootID string) er
 	return d.share(generation, bootID)
 }
 
-// Close gives the directory up.
+// Close unlocks the directory.
 func (d *Directory) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -161,7 +166,7 @@ func (d *Directory) Close() error {
 }
 
 func (d *Directory) acquire() error {
-	lock, err := os.OpenFile(filepath.Join(d.path, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	lock, err := regular.OpenOwn(filepath.Join(d.path, "lock"), os.O_RDWR|os.O_CREATE)
 	if err != nil {
 		return fmt.Errorf("open the spool's lock: %w", err)
 	}
@@ -173,12 +178,12 @@ func (d *Directory) acquire() error {
 	return nil
 }
 
-// claim makes the directory this machine's.
+// claim assigns the directory to this machine, wiping what belongs to another.
 func (d *Directory) claim(machineID string) error {
 	file := filepath.Join(d.path, "machine")
-	before, err := os.ReadFile(file)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("read whose spool it is: %w", err)
+	before, err := regular.Read(file, maxRecord)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, regular.ErrNotRegular) {
+		return fmt.Errorf("read the spool's machine id: %w", err)
 	}
 	if string(before) != machineID {
 		for _, path := range []string{d.jobs, d.output, filepath.Join(d.path, "forgotten")} {
@@ -191,21 +196,21 @@ func (d *Directory) claim(machineID string) error {
 		}
 	}
 	for _, path := range []string{d.jobs, d.output} {
-		if err := os.MkdirAll(path, 0o700); err != nil {
+		if err := regular.MakeDir(path, 0o700); err != nil {
 			return fmt.Errorf("make the jobs' directories: %w", err)
 		}
 	}
 	return nil
 }
 
-// newLink makes a file for quick jobs to be links to. A file system bounds the links of a file.
+// newLink creates a file that quick jobs are links to. File systems bound the number of links to a file.
 func (d *Directory) newLink() error {
 	d.links++
 	d.link = filepath.Join(d.path, "boot."+strconv.Itoa(d.links))
-	if err := os.WriteFile(d.link, d.shared, 0o600); err != nil {
-		return fmt.Errorf("write the record of this boot: %w", err)
+	if err := os.RemoveAll(d.link); err != nil {
+		return fmt.Errorf("remove what is in the place of this boot's record: %w", err)
 	}
-	return nil
+	return writeNew(d.link, d.shared)
 }
 
 // Load returns the jobs that earlier boots left, in the order of their ids.
@@ -223,11 +228,11 @@ func (d *Directory) Load() ([]Found, error) {
 			continue
 		}
 		d.mu.Lock()
-		_, buried := d.buried[ulid]
+		_, forgotten := d.tombstones[ulid]
 		d.see(ulid)
 		d.mu.Unlock()
-		if buried {
-			// Forgotten, and the guest died before the directory was gone.
+		if forgotten {
+			// Forgotten, and the guest died before its directory was removed.
 			if err := d.Remove(id); err != nil {
 				return nil, err
 			}
@@ -247,8 +252,8 @@ func (d *Directory) found(id string, durable bool) Found {
 		file = filepath.Join(path, "job")
 	}
 	if err := read(file, f.Record); err != nil {
-		// Torn while it was written, so the job did not begin; but that cannot be told from damage,
-		// and to begin it again might be the second time.
+		// A torn write, so the job did not start; but that cannot be told from damage, and starting it might be
+		// the second time.
 		f.Record = &guestv1.JobRecord{}
 	}
 	f.Record.JobId, f.Record.Durable = id, durable
@@ -276,8 +281,7 @@ func (d *Directory) removeStrays(known map[string]bool) error {
 	return nil
 }
 
-// OutputDir is where a job's output goes. A durable job's is there; a quick job's is made by who
-// needs it.
+// OutputDir is where a job's output goes. A durable job's exists; a quick job's is created on demand.
 func (d *Directory) OutputDir(id string, durable bool) string {
 	if durable {
 		return filepath.Join(d.jobs, id)
@@ -294,6 +298,8 @@ func (d *Directory) Create(record *guestv1.JobRecord) error {
 	dir := filepath.Join(d.jobs, record.GetJobId())
 	// gofail: var guestBeforeJobDir struct{}
 	// os.Exit(137)
+
+	//mutation:exclusive-entry if err := unix.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 	if err := unix.Mkdir(dir, 0o700); err != nil {
 		if errors.Is(err, fs.ErrExist) {
 			return ErrExists
@@ -338,16 +344,22 @@ func (d *Directory) createQuick(path string) error {
 }
 
 func (d *Directory) createCopy(path string) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	err := writeNew(path, d.shared)
 	if errors.Is(err, fs.ErrExist) {
 		return ErrExists
 	}
+	return err
+}
+
+// writeNew writes a small file that must not exist.
+func writeNew(path string, data []byte) error {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return fmt.Errorf("make the job's entry: %w", err)
+		return fmt.Errorf("create a record: %w", err)
 	}
-	_, err = file.Write(d.shared)
+	_, err = file.Write(data)
 	if err = errors.Join(err, file.Close()); err != nil {
-		return fmt.Errorf("write the job's entry: %w", errors.Join(err, os.Remove(path)))
+		return fmt.Errorf("write a record: %w", errors.Join(err, os.Remove(path)))
 	}
 	return nil
 }
@@ -357,8 +369,8 @@ func (d *Directory) writeRecord(dir string, record *guestv1.JobRecord) error {
 	if err != nil {
 		return fmt.Errorf("encode the job's record: %w", err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "status.new"), make([]byte, statusRoom), 0o600); err != nil {
-		return fmt.Errorf("make room for the job's status: %w", err)
+	if err := writeNew(filepath.Join(dir, "status.new"), make([]byte, statusReserve)); err != nil {
+		return fmt.Errorf("reserve space for the job's status: %w", err)
 	}
 	if err := writeSynced(filepath.Join(dir, "job"), data, os.O_CREATE|os.O_EXCL); err != nil {
 		return err
@@ -380,7 +392,7 @@ func (d *Directory) WriteStatus(status *guestv1.Status) error {
 	// gofail: var guestBeforeStatusRename struct{}
 	// os.Exit(137)
 	if err := os.Rename(fresh, filepath.Join(dir, "status")); err != nil {
-		return fmt.Errorf("put the job's status in place: %w", err)
+		return fmt.Errorf("rename the job's status into place: %w", err)
 	}
 	// gofail: var guestAfterStatusRename struct{}
 	// os.Exit(137)
@@ -409,7 +421,7 @@ func (d *Directory) RemoveOutput(id string) error {
 }
 
 func read(path string, message proto.Message) error {
-	data, err := os.ReadFile(path)
+	data, err := regular.Read(path, maxRecord)
 	if err != nil {
 		return err
 	}
@@ -422,15 +434,22 @@ func replace(path string, data []byte) error {
 	if err := writeSynced(fresh, data, os.O_CREATE|os.O_TRUNC); err != nil {
 		return err
 	}
-	if err := os.Rename(fresh, path); err != nil {
-		return fmt.Errorf("put %s in place: %w", path, err)
+	err := os.Rename(fresh, path)
+	if errors.Is(err, fs.ErrExist) || errors.Is(err, unix.EISDIR) {
+		// A directory in its place.
+		if err = os.RemoveAll(path); err == nil {
+			err = os.Rename(fresh, path)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("rename %s into place: %w", path, err)
 	}
 	return syncDir(filepath.Dir(path))
 }
 
 // writeSynced makes data the content of a file, on disk, using the blocks that it has.
 func writeSynced(path string, data []byte, flags int) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|flags, 0o600)
+	file, err := regular.OpenOwn(path, os.O_WRONLY|flags)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", path, err)
 	}
@@ -439,6 +458,7 @@ func writeSynced(path string, data []byte, flags int) error {
 		err = file.Truncate(int64(len(data)))
 	}
 	if err == nil {
+		//mutation:fsync-of-outcome
 		err = file.Sync()
 	}
 	if err = errors.Join(err, file.Close()); err != nil {

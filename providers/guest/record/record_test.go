@@ -169,7 +169,7 @@ func TestAnotherMachinesDirectoryIsWiped(t *testing.T) {
 	d := open(t, t.TempDir(), "m_1", "boot")
 	must(t, d.Create(&guestv1.JobRecord{JobId: first, Durable: true}))
 	ulid, _ := ParseID(second)
-	must(t, d.Bury([]ULID{ulid}, nil))
+	must(t, d.WriteTombstone([]ULID{ulid}, nil))
 	d = reopen(t, d, "m_2")
 	found, err := d.Load()
 	must(t, err)
@@ -191,8 +191,8 @@ func TestForgottenIDsAreRememberedAndVeryOldOnesRefused(t *testing.T) {
 	d := open(t, t.TempDir(), "m_1", "boot")
 	durable, other := idAt(0, 1), idAt(0, 2)
 	must(t, d.Check(durable))
-	must(t, d.Bury([]ULID{durable}, []ULID{other}))
-	must(t, d.Bury([]ULID{durable}, []ULID{other}))
+	must(t, d.WriteTombstone([]ULID{durable}, []ULID{other}))
+	must(t, d.WriteTombstone([]ULID{durable}, []ULID{other}))
 	if d.size != 16 {
 		t.Errorf("the file has %d bytes", d.size)
 	}
@@ -222,25 +222,25 @@ func TestAnIDFromTheFutureExpiresNobody(t *testing.T) {
 func TestATornTombstoneIsCutOff(t *testing.T) {
 	d := open(t, t.TempDir(), "m_1", "boot")
 	id := idAt(0, 1)
-	must(t, d.Bury([]ULID{id}, nil))
+	must(t, d.WriteTombstone([]ULID{id}, nil))
 	_, err := d.forgotten.Write([]byte("torn"))
 	must(t, err)
 	d = reopen(t, d, "m_1")
-	must(t, d.Bury([]ULID{idAt(0, 2)}, nil))
+	must(t, d.WriteTombstone([]ULID{idAt(0, 2)}, nil))
 	d = reopen(t, d, "m_1")
-	if len(d.buried) != 2 || !errors.Is(d.Check(id), ErrForgotten) {
-		t.Errorf("buried %v", d.buried)
+	if len(d.tombstones) != 2 || !errors.Is(d.Check(id), ErrForgotten) {
+		t.Errorf("buried %v", d.tombstones)
 	}
 	must(t, d.Close())
 }
 
 func TestOldTombstonesAreDropped(t *testing.T) {
 	d := open(t, t.TempDir(), "m_1", "boot")
-	must(t, d.Bury([]ULID{idAt(-forgetAfter-time.Hour, 1), idAt(0, 2)}, nil))
+	must(t, d.WriteTombstone([]ULID{idAt(-forgetAfter-time.Hour, 1), idAt(0, 2)}, nil))
 	must(t, d.Check(idAt(0, 3)))
 	must(t, d.compact())
-	if len(d.buried) != 1 || d.size != 16 {
-		t.Errorf("%d tombstones, %d bytes", len(d.buried), d.size)
+	if len(d.tombstones) != 1 || d.size != 16 {
+		t.Errorf("%d tombstones, %d bytes", len(d.tombstones), d.size)
 	}
 	must(t, d.Close())
 }
@@ -250,7 +250,7 @@ func TestTheMemoryOfForgottenIDsIsBounded(t *testing.T) {
 	var ids []ULID
 	for i := range memoryTombstones + 10 {
 		ids = append(ids, idAt(0, uint16(i)))
-		must(t, d.Bury(nil, ids[i:]))
+		must(t, d.WriteTombstone(nil, ids[i:]))
 	}
 	if len(d.recent) != memoryTombstones || d.Check(ids[9]) != nil || !errors.Is(d.Check(ids[10]), ErrForgotten) {
 		t.Errorf("%d in memory", len(d.recent))

@@ -19,8 +19,8 @@ import (
 // unsyncedVariable makes a run of these tests one in a process of its own, where fsync fails.
 const unsyncedVariable = "BERTH_TEST_FSYNC_FAILS"
 
-// What was not put on disk must be told to nobody. A kernel that keeps running hides a sync that was left
-// out, so here every fsync is made to fail: whoever does not sync does not notice.
+// What is not on disk must not be reported. A kernel that keeps running hides a missing sync, so here every
+// fsync is made to fail: code that does not sync does not notice.
 func TestNothingIsDoneWhenItCannotBePutOnDisk(t *testing.T) {
 	if os.Getenv(unsyncedVariable) == "" {
 		child := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")

@@ -4,20 +4,22 @@ import (
 	"fmt"
 	"os"
 	"time"
+
+	"github.com/berth-sandbox/berth/providers/guest/regular"
 )
 
 const (
-	// paceFloor is how fast a command may always write, in bytes a second: a reader that is slower
-	// finds gaps. One that is faster finds none, since a command that overtakes it is held back for
-	// as long as it takes to write one segment at this rate.
+	// paceFloor is how fast a command may always write, in bytes a second. A slower reader finds gaps; a faster
+	// one finds none, since a command that would drop unread output is delayed for as long as it takes to
+	// write one segment at this rate.
 	paceFloor = 16 << 20
-	// maxMarks bounds what is remembered of when bytes came; the resolution halves when it is reached.
+	// maxMarks bounds the recorded times of output; the resolution halves when it is reached.
 	maxMarks = 128
-	// markEvery is how far marks are apart at least.
-	markEvery = time.Millisecond
+	// minMarkInterval is the least time between marks.
+	minMarkInterval = time.Millisecond
 )
 
-// mark says when the bytes from an offset on came.
+// mark records when the bytes from an offset on were read.
 type mark struct {
 	offset uint64
 	when   int64 // nanoseconds since 1970
@@ -25,7 +27,7 @@ type mark struct {
 
 func (s *Stream) markTime(when time.Time) {
 	now := when.UnixNano()
-	if n := len(s.marks); n > 0 && now-s.marks[n-1].when < max(int64(markEvery), s.markGap) {
+	if n := len(s.marks); n > 0 && now-s.marks[n-1].when < max(int64(minMarkInterval), s.markGap) {
 		return
 	}
 	if len(s.marks) == maxMarks {
@@ -38,7 +40,7 @@ func (s *Stream) markTime(when time.Time) {
 	s.marks = append(s.marks, mark{s.total, now})
 }
 
-// timeAt returns when the byte at an offset came, as far as it is known.
+// timeAt returns when the byte at an offset was read, or zero.
 func (s *Stream) timeAt(offset uint64) time.Time {
 	var when int64
 	for _, m := range s.marks {
@@ -61,16 +63,16 @@ type Cursor struct {
 
 	// The stream's lock guards these.
 	offset  uint64
-	stalled bool // a command waited for it, in vain
+	stalled bool // a command waited for it until the timeout
 }
 
-// Piece is what a cursor finds: bytes, or a gap, or nothing yet.
-type Piece struct {
+// Chunk is what a cursor reads: bytes, or a gap, or nothing yet.
+type Chunk struct {
 	Offset uint64
 	Data   []byte    // in the buffer that was given, or
-	Shared bool      // the stream's own, which never change
+	Shared bool      // Data is the stream's own and never changes
 	GapTo  uint64    // above Offset when the bytes up to here were dropped
-	Time   time.Time // when the first of Data came; zero when that is not known
+	Time   time.Time // when the first of Data was read; zero if unknown
 }
 
 // Follow returns a cursor at an offset. Close it.
@@ -85,7 +87,7 @@ func (s *Stream) Follow(offset uint64) *Cursor {
 	return c
 }
 
-// Close gives the cursor up.
+// Close releases the cursor.
 func (c *Cursor) Close() {
 	c.stream.mu.Lock()
 	delete(c.stream.cursors, c)
@@ -94,18 +96,18 @@ func (c *Cursor) Close() {
 	c.closeFile()
 }
 
-// Offset is where the cursor stands.
+// Offset returns the cursor's position.
 func (c *Cursor) Offset() uint64 {
 	c.stream.mu.Lock()
 	defer c.stream.mu.Unlock()
 	return c.offset
 }
 
-// Next reads what comes next, at most a buffer full, and moves on.
-func (c *Cursor) Next(buffer []byte) (Piece, error) {
+// Next reads what comes next, at most a buffer full, and advances the cursor.
+func (c *Cursor) Next(buffer []byte) (Chunk, error) {
 	s := c.stream
 	s.mu.Lock()
-	p := Piece{Offset: c.offset, Time: s.timeAt(c.offset)}
+	p := Chunk{Offset: c.offset, Time: s.timeAt(c.offset)}
 	at := s.locate(c.offset)
 	switch {
 	case at.end:
@@ -122,13 +124,13 @@ func (c *Cursor) Next(buffer []byte) (Piece, error) {
 	if err != nil {
 		return p, err
 	}
-	// A segment that was dropped can be read for as long as it is open here.
+	// A segment that was dropped can be read while it is open here.
 	if c.file != nil && c.from <= p.Offset {
-		room := len(buffer)
+		limit := len(buffer)
 		if at.name != "" {
-			room = int(min(uint64(room), at.from+at.length-p.Offset))
+			limit = int(min(uint64(limit), at.from+at.length-p.Offset))
 		}
-		n, err := c.file.ReadAt(buffer[:room], int64(p.Offset-c.from))
+		n, err := c.file.ReadAt(buffer[:limit], int64(p.Offset-c.from))
 		if n > 0 {
 			p.Data = buffer[:n]
 			s.mu.Lock()
@@ -147,14 +149,14 @@ func (c *Cursor) Next(buffer []byte) (Piece, error) {
 	return p, nil
 }
 
-// open makes the cursor's file the one that holds its offset, if there is one. It runs under the
-// stream's lock, so that the file is not dropped meanwhile.
+// open opens the file that has the cursor's offset, if there is one. It runs under the stream's lock, so
+// that the file is not dropped meanwhile.
 func (c *Cursor) open(at place) error {
 	if at.name == "" || c.file != nil && c.file.Name() == c.stream.path(at.name) {
 		return nil
 	}
 	c.closeFile()
-	file, err := os.Open(c.stream.path(at.name))
+	file, err := regular.Open(c.stream.path(at.name), os.O_RDONLY)
 	if err != nil {
 		return fmt.Errorf("open spooled output: %w", err)
 	}
@@ -176,44 +178,44 @@ func (c *Cursor) move(n uint64) {
 	c.stream.advanced()
 }
 
-// advanced wakes a writer that waits for its readers.
+// advanced wakes a writer that waits for readers.
 func (s *Stream) advanced() {
-	if s.room != nil {
-		close(s.room)
-		s.room = nil
+	if s.moved != nil {
+		close(s.moved)
+		s.moved = nil
 	}
 }
 
-// Pace is called by the writer before it appends n bytes. When they would push out what a cursor is
-// about to read, it waits a moment: a command is never slowed below paceFloor, and not at all for a
-// reader that stands still.
+// Pace is called by the writer before it appends n bytes. When that would drop output which a cursor has yet
+// to read, it waits for a limited time: a command is never slowed below paceFloor, and not at all for a
+// reader that makes no progress.
 func (s *Stream) Pace(n int) {
 	s.mu.Lock()
-	if len(s.cursors) == 0 || !s.overtakes(uint64(n)) {
+	if len(s.cursors) == 0 || !s.wouldDrop(uint64(n)) {
 		s.mu.Unlock()
 		return
 	}
-	patience := time.NewTimer(time.Duration(s.segment) * time.Second / paceFloor)
-	defer patience.Stop()
-	for s.overtakes(uint64(n)) {
-		if s.room == nil {
-			s.room = make(chan struct{})
+	timeout := time.NewTimer(time.Duration(s.segment) * time.Second / paceFloor)
+	defer timeout.Stop()
+	for s.wouldDrop(uint64(n)) {
+		if s.moved == nil {
+			s.moved = make(chan struct{})
 		}
-		room := s.room
+		moved := s.moved
 		s.mu.Unlock()
 		select {
-		case <-room:
+		case <-moved:
 			s.mu.Lock()
-		case <-patience.C:
+		case <-timeout.C:
 			s.mu.Lock()
-			s.giveUpOn(uint64(n))
+			s.markStalled(uint64(n))
 		}
 	}
 	s.mu.Unlock()
 }
 
-// overtakes says whether n more bytes push out what a cursor that moves has yet to read.
-func (s *Stream) overtakes(n uint64) bool {
+// wouldDrop says whether n more bytes drop output that a cursor which makes progress has yet to read.
+func (s *Stream) wouldDrop(n uint64) bool {
 	dropped := s.pushedOut(n)
 	for c := range s.cursors {
 		if !c.stalled && c.offset < dropped {
@@ -223,7 +225,7 @@ func (s *Stream) overtakes(n uint64) bool {
 	return false
 }
 
-func (s *Stream) giveUpOn(n uint64) {
+func (s *Stream) markStalled(n uint64) {
 	dropped := s.pushedOut(n)
 	for c := range s.cursors {
 		if c.offset < dropped {
@@ -232,8 +234,7 @@ func (s *Stream) giveUpOn(n uint64) {
 	}
 }
 
-// pushedOut returns the offset below which n more bytes push out the tail, 0 when they push nothing
-// out.
+// pushedOut returns the offset below which n more bytes drop the tail, 0 when they drop nothing.
 func (s *Stream) pushedOut(n uint64) uint64 {
 	if len(s.tail) < 2 || s.sealed {
 		return 0

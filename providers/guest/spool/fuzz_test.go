@@ -9,7 +9,7 @@ import (
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// FuzzReopen reopens a stream from whatever files there are: no read fails or goes on for ever, and
+// FuzzReopen reopens a stream from arbitrary files: no read fails or loops for ever, and
 // what is said to be kept can be read.
 func FuzzReopen(f *testing.F) {
 	f.Add("head", 10, "10", 5, "20", 3, uint64(23))
@@ -23,25 +23,25 @@ func FuzzReopen(f *testing.F) {
 				_ = os.WriteFile(filepath.Join(dir, "stdout."+name), make([]byte, size), 0o600)
 			}
 		}
-		s, err := Reopen(Options{Dir: dir, Name: "stdout", Limit: 1 << 10}, &berthv1.OutputFacts{TotalBytes: total})
+		s, err := Reopen(Options{Dir: dir, Name: "stdout", Limit: 1 << 10}, &berthv1.OutputStats{TotalBytes: total})
 		if err != nil {
 			t.Fatal(err)
 		}
-		facts := s.Facts()
+		stats := s.Stats()
 		kept, end := uint64(0), uint64(0)
-		for i, r := range facts.GetKept() {
-			if r.GetFrom() >= r.GetTo() || i > 0 && r.GetFrom() <= end || r.GetTo() > facts.GetTotalBytes() {
-				t.Fatalf("kept %v", facts)
+		for i, r := range stats.GetKept() {
+			if r.GetFrom() >= r.GetTo() || i > 0 && r.GetFrom() <= end || r.GetTo() > stats.GetTotalBytes() {
+				t.Fatalf("kept %v", stats)
 			}
 			kept, end = kept+r.GetTo()-r.GetFrom(), r.GetTo()
 			for _, offset := range []uint64{r.GetFrom(), r.GetTo() - 1} {
 				if data, _, err := s.Read(offset, 1); err != nil || len(data) != 1 {
-					t.Fatalf("read %d of %v: %d bytes, %v", offset, facts, len(data), err)
+					t.Fatalf("read %d of %v: %d bytes, %v", offset, stats, len(data), err)
 				}
 			}
 		}
-		if kept+facts.GetDroppedBytes() != facts.GetTotalBytes() {
-			t.Fatalf("facts %v", facts)
+		if kept+stats.GetDroppedBytes() != stats.GetTotalBytes() {
+			t.Fatalf("stats %v", stats)
 		}
 		if _, _, _, err := s.Excerpt(100); err != nil {
 			t.Fatal(err)
@@ -50,20 +50,20 @@ func FuzzReopen(f *testing.F) {
 		defer cursor.Close()
 		buffer, at := make([]byte, 1<<16), uint64(0)
 		for steps := 0; ; steps++ {
-			piece, err := cursor.Next(buffer)
+			chunk, err := cursor.Next(buffer)
 			if err != nil || steps > 10 {
-				t.Fatalf("step %d: %v, %v", steps, piece.Offset, err)
+				t.Fatalf("step %d: %v, %v", steps, chunk.Offset, err)
 			}
-			if piece.Offset != at {
-				t.Fatal(fmt.Sprint("at ", piece.Offset, ", not ", at))
+			if chunk.Offset != at {
+				t.Fatal(fmt.Sprint("at ", chunk.Offset, ", not ", at))
 			}
-			if len(piece.Data) == 0 && piece.GapTo == 0 {
+			if len(chunk.Data) == 0 && chunk.GapTo == 0 {
 				break
 			}
-			at = max(piece.GapTo, at+uint64(len(piece.Data)))
+			at = max(chunk.GapTo, at+uint64(len(chunk.Data)))
 		}
-		if at != facts.GetTotalBytes() {
-			t.Fatalf("a cursor ends at %d of %v", at, facts)
+		if at != stats.GetTotalBytes() {
+			t.Fatalf("a cursor ends at %d of %v", at, stats)
 		}
 	})
 }

@@ -26,21 +26,22 @@ import (
 	"time"
 
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/regular"
 )
 
 const (
-	// DefaultLimit is kept of a stream where nothing else is asked, in bytes.
+	// DefaultLimit is how much of a stream is kept by default, in bytes.
 	DefaultLimit = 64 << 20
-	// memoryBytes is how much of a stream may stay in memory, in bytes: most commands say less,
-	// and then need no file.
+	// memoryBytes is how much of a stream may stay in memory, in bytes: most commands write less and need no
+	// file then.
 	memoryBytes = 32 << 10
-	// segmentsPerLimit divides the limit into segments of the tail; the oldest is dropped as a whole.
+	// segmentsPerLimit divides the limit into segments of the tail, which are dropped as a whole.
 	segmentsPerLimit = 16
-	// minSegment keeps small limits from making a file for every few bytes, in bytes, as long as
-	// the tail still has minSegments of them.
+	// minSegment keeps small limits from creating a file for every few bytes, in bytes, unless the tail would
+	// have fewer than minSegments of them.
 	minSegment  = 64 << 10
 	minSegments = 4
-	// maxRanges bounds the segments of a tail that a flapping disk has torn.
+	// maxRanges bounds the segments of a tail with gaps of failed writes.
 	maxRanges = 32
 	// maxOffset bounds the offsets of segments that are found on disk, in bytes, so that no sum of two
 	// of them overflows.
@@ -63,29 +64,29 @@ type Stream struct {
 	segment uint64
 
 	mu        sync.Mutex
-	memory    []byte // the head, as long as it is in memory
+	memory    []byte // the head, while it is in memory
 	inMemory  bool
 	head      uint64 // bytes of the head
-	headEnded bool   // nothing more goes to the head
+	headEnded bool   // the head takes no more
 	tail      []segment
 	total     uint64
 	exitEnd   *uint64
 	sealed    bool
 	writing   *os.File // the head or the last segment
-	files     bool     // there is, or may be, a file
+	files     bool     // there may be a file
 	changed   chan struct{}
 	marks     []mark
 	markGap   int64 // nanoseconds between marks
 	cursors   map[*Cursor]struct{}
-	room      chan struct{} // closed when a cursor moves on, if the writer waits
+	moved     chan struct{} // closed when a cursor moves, if the writer waits
 }
 
-// segment is a piece of the tail.
+// segment is a part of the tail in a file of its own.
 type segment struct{ from, length uint64 }
 
 func (s segment) to() uint64 { return s.from + s.length }
 
-// New returns an empty stream. It touches no file before there is something to keep in it.
+// New returns an empty stream. It creates no file before there is something to write to it.
 func New(options Options) *Stream {
 	if options.Limit == 0 {
 		options.Limit = DefaultLimit
@@ -97,9 +98,9 @@ func New(options Options) *Stream {
 	return s
 }
 
-// Reopen returns a sealed stream as an earlier process left it on disk. facts, which may be nil,
-// are what was recorded of it.
-func Reopen(options Options, facts *berthv1.OutputFacts) (*Stream, error) {
+// Reopen returns a sealed stream as an earlier process left it on disk. stats are what was
+// recorded about it, or nil.
+func Reopen(options Options, stats *berthv1.OutputStats) (*Stream, error) {
 	options.Memory = false
 	s := New(options)
 	s.sealed, s.headEnded = true, true
@@ -123,18 +124,18 @@ func Reopen(options Options, facts *berthv1.OutputFacts) (*Stream, error) {
 	}
 	slices.SortFunc(s.tail, func(a, b segment) int { return cmp.Compare(a.from, b.from) })
 	s.tail = disjoint(s.head, s.tail)
-	s.total = max(s.head, min(facts.GetTotalBytes(), maxOffset))
+	s.total = max(s.head, min(stats.GetTotalBytes(), maxOffset))
 	if len(s.tail) > 0 {
 		s.total = max(s.total, s.tail[len(s.tail)-1].to())
 	}
-	if facts != nil {
-		s.exitEnd = facts.EndAtExit
+	if stats != nil {
+		s.exitEnd = stats.EndAtExit
 	}
 	return s, nil
 }
 
-// disjoint keeps the segments that begin where those before them have ended. No other was ever
-// written, but files can be anything.
+// disjoint drops segments that overlap an earlier one. None was ever written, but a job may have changed the
+// files.
 func disjoint(end uint64, tail []segment) []segment {
 	return slices.DeleteFunc(tail, func(t segment) bool {
 		if t.from < end {
@@ -145,7 +146,7 @@ func disjoint(end uint64, tail []segment) []segment {
 	})
 }
 
-// Append takes the next bytes of the stream, which came at a time. It keeps no hold of p.
+// Append takes the next bytes of the stream, which were read at a time. It does not retain p.
 func (s *Stream) Append(p []byte, when time.Time) {
 	if len(p) == 0 {
 		return
@@ -204,8 +205,8 @@ func (s *Stream) spill() bool {
 	return true
 }
 
-// appendTail counts and keeps p, the oldest of the tail making room. Bytes that later ones of p
-// would push out are not written at all.
+// appendTail counts p and adds it to the tail, dropping the oldest segments. Bytes that would be dropped
+// within the same call are not written at all.
 func (s *Stream) appendTail(p []byte) {
 	if skip := uint64(len(p)); skip > s.tailMax {
 		skip -= s.tailMax
@@ -220,27 +221,27 @@ func (s *Stream) appendTail(p []byte) {
 			s.tail = append(s.tail, segment{from: s.total})
 			last++
 		}
-		piece := p[:min(uint64(len(p)), s.segment-s.tail[last].length)]
-		s.makeRoom(uint64(len(piece)))
+		chunk := p[:min(uint64(len(p)), s.segment-s.tail[last].length)]
+		s.makeSpace(uint64(len(chunk)))
 		last = len(s.tail) - 1
-		n := s.write(strconv.FormatUint(s.tail[last].from, 10), piece)
+		n := s.write(strconv.FormatUint(s.tail[last].from, 10), chunk)
 		s.tail[last].length += n
-		if n < uint64(len(piece)) {
-			// The disk is full or broken: this piece's rest is dropped, and the next one tries a
-			// segment of its own.
+		if n < uint64(len(chunk)) {
+			// The disk is full or broken: the rest of this chunk is dropped, and the next one tries a segment of
+			// its own.
 			s.closeWriter()
 			if s.tail[last].length == 0 {
 				_ = os.Remove(s.path(strconv.FormatUint(s.tail[last].from, 10)))
 				s.tail = s.tail[:last]
 			}
 		}
-		s.total += uint64(len(piece))
-		p = p[len(piece):]
+		s.total += uint64(len(chunk))
+		p = p[len(chunk):]
 	}
 }
 
-// makeRoom drops the oldest segments, never the last, until the tail has room for n more bytes.
-func (s *Stream) makeRoom(n uint64) {
+// makeSpace drops the oldest segments, never the last, until n more bytes fit into the tail.
+func (s *Stream) makeSpace(n uint64) {
 	var size uint64
 	for _, t := range s.tail {
 		size += t.length
@@ -253,7 +254,7 @@ func (s *Stream) makeRoom(n uint64) {
 }
 
 // write appends to the file that is being written, opening it if none is, and returns how many
-// bytes are in it for sure.
+// bytes were written.
 func (s *Stream) write(name string, p []byte) uint64 {
 	if s.writing == nil {
 		file, err := s.create(name)
@@ -268,14 +269,14 @@ func (s *Stream) write(name string, p []byte) uint64 {
 
 func (s *Stream) create(name string) (*os.File, error) {
 	const flags = os.O_WRONLY | os.O_CREATE | os.O_APPEND
-	file, err := os.OpenFile(s.path(name), flags, 0o600)
+	file, err := regular.OpenOwn(s.path(name), flags)
 	if !errors.Is(err, fs.ErrNotExist) {
 		return file, err
 	}
 	if err := os.Mkdir(s.options.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}
-	return os.OpenFile(s.path(name), flags, 0o600)
+	return regular.Open(s.path(name), flags)
 }
 
 func (s *Stream) closeWriter() {
@@ -285,7 +286,7 @@ func (s *Stream) closeWriter() {
 	}
 }
 
-// MarkExit notes that the command's leader has ended and its output was drained.
+// MarkExit records that the command's leader has ended and its output was drained.
 func (s *Stream) MarkExit() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -296,7 +297,7 @@ func (s *Stream) MarkExit() {
 	}
 }
 
-// Seal ends the stream: no more comes. It closes its files.
+// Seal ends the stream and closes its files.
 func (s *Stream) Seal() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -305,7 +306,7 @@ func (s *Stream) Seal() {
 	s.wake()
 }
 
-// Sync puts what was written of a stream that goes on on disk.
+// Sync syncs the output of a stream that is still written to.
 func (s *Stream) Sync() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -342,15 +343,14 @@ func (s *Stream) OnDisk() bool {
 	return s.files
 }
 
-// MemoryBytes says how much of it is in memory.
+// MemoryBytes returns how much of it is in memory.
 func (s *Stream) MemoryBytes() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.memory)
 }
 
-// Changed returns a channel that is closed at the next append or seal, and the total that it counts
-// from.
+// Changed returns a channel that is closed at the next append or seal, and the state before that.
 func (s *Stream) Changed() (changed <-chan struct{}, total uint64, sealed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -367,19 +367,19 @@ func (s *Stream) wake() {
 	}
 }
 
-// Facts returns what there is.
-func (s *Stream) Facts() *berthv1.OutputFacts {
+// Stats returns the stream's stats.
+func (s *Stream) Stats() *berthv1.OutputStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	facts := &berthv1.OutputFacts{TotalBytes: s.total, Kept: s.kept(), EndAtExit: s.exitEnd, Sealed: s.sealed}
-	facts.DroppedBytes = s.total
-	for _, r := range facts.Kept {
-		facts.DroppedBytes -= r.To - r.From
+	stats := &berthv1.OutputStats{TotalBytes: s.total, Kept: s.kept(), EndAtExit: s.exitEnd, Sealed: s.sealed}
+	stats.DroppedBytes = s.total
+	for _, r := range stats.Kept {
+		stats.DroppedBytes -= r.To - r.From
 	}
-	return facts
+	return stats
 }
 
-// kept returns the ranges that can be read, those that touch as one.
+// kept returns the ranges that can be read, with adjacent ones merged.
 func (s *Stream) kept() []*berthv1.ByteRange {
 	var ranges []*berthv1.ByteRange
 	if s.head > 0 {
@@ -400,7 +400,7 @@ func (s *Stream) kept() []*berthv1.ByteRange {
 // total when there is none yet.
 func (s *Stream) Read(offset, limit uint64) (data []byte, nextKept uint64, err error) {
 	for uint64(len(data)) < limit {
-		more, next, err := s.readPiece(offset+uint64(len(data)), limit-uint64(len(data)))
+		more, next, err := s.readChunk(offset+uint64(len(data)), limit-uint64(len(data)))
 		if err != nil {
 			return nil, 0, err
 		}
@@ -449,9 +449,9 @@ func (s *Stream) locate(offset uint64) place {
 	return place{nextKept: s.total}
 }
 
-// readPiece reads from one file or the memory. It opens the file under the lock, so that a segment
+// readChunk reads from one file or the memory. It opens the file under the lock, so that a segment
 // which is dropped meanwhile can still be read, and reads outside of it.
-func (s *Stream) readPiece(offset, limit uint64) (data []byte, nextKept uint64, err error) {
+func (s *Stream) readChunk(offset, limit uint64) (data []byte, nextKept uint64, err error) {
 	s.mu.Lock()
 	at := s.locate(offset)
 	if at.name == "" {
@@ -459,7 +459,7 @@ func (s *Stream) readPiece(offset, limit uint64) (data []byte, nextKept uint64, 
 		data = at.memory[:min(uint64(len(at.memory)), limit)]
 		return data[:len(data):len(data)], at.nextKept, nil
 	}
-	file, err := os.Open(s.path(at.name))
+	file, err := regular.Open(s.path(at.name), os.O_RDONLY)
 	s.mu.Unlock()
 	if err != nil {
 		return nil, 0, fmt.Errorf("open spooled output: %w", err)
@@ -496,8 +496,8 @@ func (s *Stream) Excerpt(limit uint64) (head, tail []byte, tailOffset uint64, er
 		headLength = min(headLength, limit/2)
 	}
 	tailFrom = max(tailFrom, headLength)
-	if room := limit - headLength; last.To-tailFrom > room {
-		tailFrom = last.To - room
+	if rest := limit - headLength; last.To-tailFrom > rest {
+		tailFrom = last.To - rest
 	}
 	if headLength > 0 {
 		if head, _, err = s.Read(0, headLength); err != nil {

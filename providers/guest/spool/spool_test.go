@@ -91,7 +91,7 @@ func TestWaitersWakeAtAppendAndSeal(t *testing.T) {
 		t.Errorf("total %d, sealed %v", total, sealed)
 	}
 	s.Append([]byte("late"), noon)
-	if facts := s.Facts(); facts.GetTotalBytes() != 1 {
+	if stats := s.Stats(); stats.GetTotalBytes() != 1 {
 		t.Error("a sealed stream grew")
 	}
 }
@@ -107,12 +107,12 @@ func TestAStreamAgreesWithAModelWhateverIsWritten(t *testing.T) {
 		s, m := New(options), &model{}
 		exit := uint64(0)
 		for step := range 60 {
-			piece := make([]byte, random.IntN(1+random.IntN(int(min(2*limit, 200<<10))+1)))
-			for i := range piece {
-				piece[i] = byte(random.Uint32())
+			chunk := make([]byte, random.IntN(1+random.IntN(int(min(2*limit, 200<<10))+1)))
+			for i := range chunk {
+				chunk[i] = byte(random.Uint32())
 			}
-			s.Append(piece, noon)
-			m.all = append(m.all, piece...)
+			s.Append(chunk, noon)
+			m.all = append(m.all, chunk...)
 			if step == 40 {
 				s.MarkExit()
 				exit = uint64(len(m.all))
@@ -123,9 +123,9 @@ func TestAStreamAgreesWithAModelWhateverIsWritten(t *testing.T) {
 		}
 		m.check(t, seed, s, limit, random)
 		s.Seal()
-		before := s.Facts()
+		before := s.Stats()
 		if before.GetEndAtExit() != exit || !before.GetSealed() {
-			t.Fatalf("seed %d: facts %v", seed, before)
+			t.Fatalf("seed %d: stats %v", seed, before)
 		}
 		if s.MemoryBytes() > 0 {
 			continue
@@ -134,7 +134,7 @@ func TestAStreamAgreesWithAModelWhateverIsWritten(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := again.Facts(); got.String() != before.String() {
+		if got := again.Stats(); got.String() != before.String() {
 			t.Fatalf("seed %d: reopened as %v, was %v", seed, got, before)
 		}
 		m.check(t, seed, again, limit, random)
@@ -143,14 +143,14 @@ func TestAStreamAgreesWithAModelWhateverIsWritten(t *testing.T) {
 
 func (m *model) check(t *testing.T, seed uint64, s *Stream, limit uint64, random *rand.Rand) {
 	t.Helper()
-	facts := s.Facts()
-	if facts.GetTotalBytes() != uint64(len(m.all)) {
-		t.Fatalf("seed %d: total %d, wrote %d", seed, facts.GetTotalBytes(), len(m.all))
+	stats := s.Stats()
+	if stats.GetTotalBytes() != uint64(len(m.all)) {
+		t.Fatalf("seed %d: total %d, wrote %d", seed, stats.GetTotalBytes(), len(m.all))
 	}
 	var kept, end uint64
-	for i, r := range facts.GetKept() {
-		if r.GetFrom() >= r.GetTo() || i > 0 && r.GetFrom() <= end || r.GetTo() > facts.GetTotalBytes() {
-			t.Fatalf("seed %d: kept %v", seed, facts.GetKept())
+	for i, r := range stats.GetKept() {
+		if r.GetFrom() >= r.GetTo() || i > 0 && r.GetFrom() <= end || r.GetTo() > stats.GetTotalBytes() {
+			t.Fatalf("seed %d: kept %v", seed, stats.GetKept())
 		}
 		end = r.GetTo()
 		kept += r.GetTo() - r.GetFrom()
@@ -159,14 +159,14 @@ func (m *model) check(t *testing.T, seed uint64, s *Stream, limit uint64, random
 			t.Fatalf("seed %d: the bytes of %v changed: %v", seed, r, err)
 		}
 	}
-	if kept > limit || kept+facts.GetDroppedBytes() != facts.GetTotalBytes() {
-		t.Fatalf("seed %d: limit %d, kept %d, facts %v", seed, limit, kept, facts)
+	if kept > limit || kept+stats.GetDroppedBytes() != stats.GetTotalBytes() {
+		t.Fatalf("seed %d: limit %d, kept %d, stats %v", seed, limit, kept, stats)
 	}
-	if facts.GetTotalBytes() > 0 && end != facts.GetTotalBytes() {
-		t.Fatalf("seed %d: the last byte is not kept: %v", seed, facts)
+	if stats.GetTotalBytes() > 0 && end != stats.GetTotalBytes() {
+		t.Fatalf("seed %d: the last byte is not kept: %v", seed, stats)
 	}
 	for range 10 {
-		offset := random.Uint64N(facts.GetTotalBytes() + 2)
+		offset := random.Uint64N(stats.GetTotalBytes() + 2)
 		data, next, err := s.Read(offset, 1+random.Uint64N(100))
 		if err != nil {
 			t.Fatalf("seed %d: %v", seed, err)
@@ -175,7 +175,7 @@ func (m *model) check(t *testing.T, seed uint64, s *Stream, limit uint64, random
 			if !bytes.Equal(data, m.all[offset:offset+uint64(len(data))]) {
 				t.Fatalf("seed %d: wrong bytes at %d", seed, offset)
 			}
-		} else if offset < facts.GetTotalBytes() && next <= offset {
+		} else if offset < stats.GetTotalBytes() && next <= offset {
 			t.Fatalf("seed %d: %d was dropped, next kept %d", seed, offset, next)
 		}
 	}
@@ -185,8 +185,8 @@ func TestADiskThatFailsDropsAndRecovers(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "later", "job")
 	s := New(Options{Dir: dir, Name: "stdout", Limit: 1 << 20})
 	s.Append([]byte("lost "), noon)
-	if facts := s.Facts(); facts.GetTotalBytes() != 5 || facts.GetDroppedBytes() != 5 || len(facts.GetKept()) != 0 {
-		t.Errorf("on a broken disk: %v", facts)
+	if stats := s.Stats(); stats.GetTotalBytes() != 5 || stats.GetDroppedBytes() != 5 || len(stats.GetKept()) != 0 {
+		t.Errorf("on a broken disk: %v", stats)
 	}
 	if data, next, err := s.Read(0, 10); len(data) != 0 || next != 5 || err != nil {
 		t.Errorf("read %q, %d, %v", data, next, err)
@@ -199,9 +199,9 @@ func TestADiskThatFailsDropsAndRecovers(t *testing.T) {
 		t.Errorf("read %q, %v", data, err)
 	}
 	s.Seal()
-	again, err := Reopen(Options{Dir: dir, Name: "stdout", Limit: 1 << 20}, s.Facts())
-	if err != nil || again.Facts().String() != s.Facts().String() {
-		t.Errorf("reopened as %v, %v", again.Facts(), err)
+	again, err := Reopen(Options{Dir: dir, Name: "stdout", Limit: 1 << 20}, s.Stats())
+	if err != nil || again.Stats().String() != s.Stats().String() {
+		t.Errorf("reopened as %v, %v", again.Stats(), err)
 	}
 }
 
@@ -209,9 +209,9 @@ func TestMemoryThatCannotMoveToDiskIsKept(t *testing.T) {
 	s := New(Options{Dir: filepath.Join(t.TempDir(), "missing", "job"), Name: "stdout", Memory: true})
 	s.Append([]byte("first"), noon)
 	s.Append(bytes.Repeat([]byte("x"), memoryBytes), noon)
-	facts := s.Facts()
-	if len(facts.GetKept()) != 1 || facts.GetKept()[0].GetTo() != 5 || facts.GetDroppedBytes() != memoryBytes {
-		t.Errorf("facts %v", facts)
+	stats := s.Stats()
+	if len(stats.GetKept()) != 1 || stats.GetKept()[0].GetTo() != 5 || stats.GetDroppedBytes() != memoryBytes {
+		t.Errorf("stats %v", stats)
 	}
 	if data, _, err := s.Read(0, 10); string(data) != "first" || err != nil {
 		t.Errorf("read %q, %v", data, err)
@@ -233,15 +233,15 @@ func TestATailThatADiskTearsStaysBounded(t *testing.T) {
 		s.options.Dir = dir
 		s.mu.Unlock()
 	}
-	if n := len(s.Facts().GetKept()); n > maxRanges+2 {
+	if n := len(s.Stats().GetKept()); n > maxRanges+2 {
 		t.Errorf("%d ranges", n)
 	}
 	s.Seal()
 }
 
-func TestFactsOfNothingAreZero(t *testing.T) {
+func TestStatsOfNothingAreZero(t *testing.T) {
 	s := New(Options{Dir: t.TempDir(), Name: "stdout"})
-	if got := s.Facts().String(); got != (&berthv1.OutputFacts{}).String() {
+	if got := s.Stats().String(); got != (&berthv1.OutputStats{}).String() {
 		t.Error(got)
 	}
 }

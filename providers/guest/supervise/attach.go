@@ -11,10 +11,13 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/buffer"
+	"github.com/berth-sandbox/berth/providers/guest/refusal"
 	"github.com/berth-sandbox/berth/providers/guest/spool"
+	"github.com/berth-sandbox/berth/providers/guest/stdio"
 )
 
-// Caller is the other end of an Attach. Recv and Send may be called at the same time, by one each.
+// Caller is the other end of an Attach. One goroutine may call Recv while another calls Send.
 type Caller interface {
 	Context() context.Context
 	Recv() (*guestv1.AttachRequest, error)
@@ -23,32 +26,33 @@ type Caller interface {
 	SendChunk(chunk *berthv1.OutputChunk, done func()) error
 }
 
-// attachment is one caller that is attached to a job.
+// attachment is one caller attached to a job.
 type attachment struct {
 	job         *job
 	caller      Caller
 	untilSealed bool
-	owned       bool // it has, or had, the input for itself
+	feeder      stdio.Feeder
 	readers     []*reader
 
-	feeds        atomic.Bool   // it sends input, and wants to know what was taken
-	due          chan struct{} // has a token when it must be told, even if nothing changed
-	failed       chan error    // has the one error that what it sent made
+	feeds        atomic.Bool   // it sends input and is sent acknowledgements
+	due          chan struct{} // has a token when an acknowledgement must be sent, even if nothing changed
+	failed       chan error    // has the error caused by what it sent
 	acknowledged uint64
+	account      *buffer.Account // what is in flight to it
 }
 
-// reader is where a caller stands in one stream.
+// reader is a caller's position in one stream.
 type reader struct {
 	stream *spool.Stream
 	number berthv1.Stream
 	cursor *spool.Cursor
 }
 
-// Attach stays with a caller until the job is done and its output, or all of it, was sent.
+// Attach serves a caller until the job is done and its output up to the exit, or all of it, was sent.
 func (s *Supervisor) Attach(caller Caller) error {
 	first, err := caller.Recv()
 	if errors.Is(err, io.EOF) || err == nil && first.GetOpen() == nil {
-		return refuse(Invalid, "", "the first message of an Attach is open")
+		return refusal.New(refusal.Invalid, "", "the first message of an Attach is open")
 	}
 	if err != nil {
 		return err
@@ -63,15 +67,15 @@ func (s *Supervisor) Attach(caller Caller) error {
 	if begun {
 		s.table.announce(j)
 	}
-	a := &attachment{job: j, caller: caller, untilSealed: open.GetUntilSealed(), owned: open.GetOwnInput(),
-		due: make(chan struct{}, 1), failed: make(chan error, 1)}
+	a := &attachment{job: j, caller: caller, untilSealed: open.GetUntilSealed(), feeder: stdio.Feeder{Exclusive: open.GetOwnInput()},
+		account: s.sending.Account(), due: make(chan struct{}, 1), failed: make(chan error, 1)}
 	if err := a.follow(open); err != nil {
 		return err
 	}
 	defer a.close()
-	if a.owned {
-		j.input.own(a)
-		defer j.input.disown(a)
+	if a.feeder.Exclusive {
+		j.input.Own(&a.feeder)
+		defer j.input.Disown(&a.feeder)
 		a.feeds.Store(true)
 	}
 	status := j.status()
@@ -79,12 +83,12 @@ func (s *Supervisor) Attach(caller Caller) error {
 	if err := caller.Send(&guestv1.AttachResponse{Message: &guestv1.AttachResponse_Opened{Opened: status}}); err != nil {
 		return err
 	}
-	// It ends with the call: Recv fails when the call is answered. Only then may its owner be gone.
+	// It ends with the call: Recv fails once the call has returned.
 	s.work.Go(a.receive)
 	return a.send()
 }
 
-// attachTo finds the job, or begins it.
+// attachTo finds the job, or starts it.
 func (s *Supervisor) attachTo(open *guestv1.AttachOpen) (j *job, begun bool, err error) {
 	start := open.GetStart()
 	if start == nil {
@@ -92,7 +96,7 @@ func (s *Supervisor) attachTo(open *guestv1.AttachOpen) (j *job, begun bool, err
 		return j, false, err
 	}
 	if start.GetJobId() != open.GetJobId() {
-		return nil, false, refuse(Invalid, "", "an Attach to job %q cannot start job %q", open.GetJobId(), start.GetJobId())
+		return nil, false, refusal.New(refusal.Invalid, "", "an Attach to job %q cannot start job %q", open.GetJobId(), start.GetJobId())
 	}
 	j, already, err := s.begin(start)
 	return j, !already, err
@@ -112,52 +116,53 @@ func (a *attachment) follow(open *guestv1.AttachOpen) error {
 	for _, number := range open.GetStreams() {
 		if number != berthv1.Stream_STREAM_STDOUT && number != berthv1.Stream_STREAM_STDERR {
 			a.close()
-			return refuse(Invalid, "", "%v is no stream", number)
+			return refusal.New(refusal.Invalid, "", "%v is no stream", number)
 		}
 	}
 	return nil
 }
 
 func (a *attachment) close() {
+	a.account.Close()
 	for _, r := range a.readers {
 		r.cursor.Close()
 	}
 }
 
-// receive takes what the caller sends until it half-closes, fails or is gone.
+// receive handles what the caller sends until it half-closes, fails or disconnects.
 func (a *attachment) receive() {
 	for {
 		message, err := a.caller.Recv()
 		if err != nil {
-			return // the end of what it sends, or of the call
+			return // half-closed, or the call has ended
 		}
-		if err := a.obey(message); err != nil {
+		if err := a.handle(message); err != nil {
 			a.failed <- err
 			return
 		}
 	}
 }
 
-func (a *attachment) obey(message *guestv1.AttachRequest) error {
+func (a *attachment) handle(message *guestv1.AttachRequest) error {
 	switch m := message.GetMessage().(type) {
 	case *guestv1.AttachRequest_Input:
 		return a.feed(m.Input)
 	case *guestv1.AttachRequest_Resize:
-		return a.job.resize(a, m.Resize)
+		return a.job.resize(&a.feeder, m.Resize)
 	case *guestv1.AttachRequest_Signal:
 		return a.job.signal(m.Signal)
 	case *guestv1.AttachRequest_Open:
-		return refuse(Invalid, "", "an Attach is opened once")
+		return refusal.New(refusal.Invalid, "", "an Attach is opened once")
 	}
-	return refuse(Invalid, "", "a message of an Attach holds input, a size or a signal")
+	return refusal.New(refusal.Invalid, "", "a message of an Attach is input, a size or a signal")
 }
 
-// feed takes a piece of input, waiting for room.
-func (a *attachment) feed(piece *guestv1.AttachInput) error {
+// feed takes input, waiting for space in the buffer.
+func (a *attachment) feed(message *guestv1.AttachInput) error {
 	a.feeds.Store(true)
 	for {
-		_, _, changed := a.job.input.state()
-		whole, err := a.job.input.accept(a.job.supervisor, a, piece.GetOffset(), piece.GetData(), piece.GetEof(), inputBuffer+inputAhead)
+		_, _, changed := a.job.input.State()
+		whole, err := a.job.input.Accept(&a.feeder, message.GetOffset(), message.GetData(), message.GetEof(), stdio.StdinBuffer+stdio.StdinAhead)
 		if err != nil {
 			return err
 		}
@@ -174,7 +179,7 @@ func (a *attachment) feed(piece *guestv1.AttachInput) error {
 	return nil
 }
 
-// remind has the caller told what was taken, even if that did not change.
+// remind requests an acknowledgement, even if nothing changed.
 func (a *attachment) remind() {
 	select {
 	case a.due <- struct{}{}:
@@ -182,10 +187,10 @@ func (a *attachment) remind() {
 	}
 }
 
-// send tells the caller all it is to know, in order, and the end last.
+// send sends acknowledgements and output in order, and the final status last.
 func (a *attachment) send() error {
 	for {
-		taken, _, inputChanged := a.job.input.state()
+		taken, _, inputChanged := a.job.input.State()
 		if err := a.acknowledge(taken); err != nil {
 			return err
 		}
@@ -197,7 +202,7 @@ func (a *attachment) send() error {
 			if over && !a.untilSealed {
 				total = min(total, r.stream.EndAtExit())
 			}
-			more, err := a.sendPiece(r, total)
+			more, err := a.sendChunk(r, total)
 			if err != nil {
 				return err
 			}
@@ -232,7 +237,7 @@ func (a *attachment) send() error {
 	}
 }
 
-// over says whether all that is to come has come, and else what to wait for.
+// over says whether there is no more to come, and otherwise what to wait for.
 func (a *attachment) over() (over bool, awaited <-chan struct{}) {
 	select {
 	case <-a.job.done:
@@ -263,32 +268,39 @@ func (a *attachment) acknowledge(taken uint64) error {
 	return a.caller.Send(&guestv1.AttachResponse{Message: &guestv1.AttachResponse_InputAcknowledged{InputAcknowledged: taken}})
 }
 
-// sendPiece sends the next piece of one stream below an offset, if there is one.
-func (a *attachment) sendPiece(r *reader, end uint64) (sent bool, err error) {
+// sendChunk sends the next chunk of one stream below an offset, if there is one.
+func (a *attachment) sendChunk(r *reader, end uint64) (sent bool, err error) {
 	offset := r.cursor.Offset()
 	if offset >= end {
 		return false, nil
 	}
-	buffer := largeBuffers.Get().(*[]byte)
-	giveBack := func() { largeBuffers.Put(buffer) }
-	piece, err := r.cursor.Next((*buffer)[:min(largeRead, end-offset)])
+	size, release, err := a.account.Reserve(a.caller.Context(), int(min(buffer.Max, end-offset)))
+	if err != nil {
+		return false, err
+	}
+	b := buffer.Get(size)
+	done := func() {
+		buffer.Put(b)
+		release()
+	}
+	chunk, err := r.cursor.Next((*b)[:size])
 	switch {
 	case err != nil:
-		giveBack()
-		return false, refuse(Failed, "", "read the output of job %s: %v", a.job.id, err)
-	case piece.GapTo > piece.Offset:
-		giveBack()
+		done()
+		return false, refusal.New(refusal.Failed, "", "read the output of job %s: %v", a.job.id, err)
+	case chunk.GapTo > chunk.Offset:
+		done()
 		return true, a.caller.Send(&guestv1.AttachResponse{Message: &guestv1.AttachResponse_Gap{Gap: &berthv1.OutputGap{
-			Stream: r.number, Range: &berthv1.ByteRange{From: piece.Offset, To: piece.GapTo},
+			Stream: r.number, Range: &berthv1.ByteRange{From: chunk.Offset, To: chunk.GapTo},
 		}}})
 	}
-	chunk := &berthv1.OutputChunk{Stream: r.number, Offset: piece.Offset, Data: piece.Data}
-	if !piece.Time.IsZero() {
-		chunk.Time = timestamppb.New(piece.Time)
+	message := &berthv1.OutputChunk{Stream: r.number, Offset: chunk.Offset, Data: chunk.Data}
+	if !chunk.Time.IsZero() {
+		message.Time = timestamppb.New(chunk.Time)
 	}
-	if piece.Shared {
-		giveBack()
-		giveBack = func() {}
+	if chunk.Shared {
+		buffer.Put(b)
+		done = release
 	}
-	return true, a.caller.SendChunk(chunk, giveBack)
+	return true, a.caller.SendChunk(message, done)
 }

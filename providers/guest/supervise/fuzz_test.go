@@ -20,6 +20,7 @@ import (
 	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/reap"
 	"github.com/berth-sandbox/berth/providers/guest/record"
+	"github.com/berth-sandbox/berth/providers/guest/refusal"
 )
 
 func TestMain(m *testing.M) {
@@ -37,9 +38,9 @@ func supervisor(t testing.TB) *Supervisor {
 	if err != nil {
 		t.Fatal(err)
 	}
-	means := contain.Probe("", "m_1", slog.New(slog.DiscardHandler))
+	tracker := contain.Probe("", "m_1", slog.New(slog.DiscardHandler))
 	reaper := reap.Start()
-	s, err := New(Config{MachineID: "m_1", Generation: 1, BootID: "boot", Workspace: dir, Records: records, Means: means, Reaper: reaper, Log: slog.New(slog.DiscardHandler)})
+	s, err := New(Config{MachineID: "m_1", Generation: 1, BootID: "boot", Workspace: dir, Records: records, Tracker: tracker, Reaper: reaper, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,7 @@ func supervisor(t testing.TB) *Supervisor {
 		if err := s.Close(); err != nil {
 			t.Error(err)
 		}
-		means.Close()
+		tracker.Close()
 		reaper.Close()
 		if err := records.Close(); err != nil {
 			t.Error(err)
@@ -62,10 +63,10 @@ type caller struct {
 	ctx      context.Context
 	requests chan *guestv1.AttachRequest
 
-	mu     sync.Mutex
-	output []byte
-	acked  uint64
-	news   chan struct{}
+	mu       sync.Mutex
+	output   []byte
+	acked    uint64
+	received chan struct{}
 }
 
 func (c *caller) Context() context.Context { return c.ctx }
@@ -87,7 +88,7 @@ func (c *caller) Send(r *guestv1.AttachResponse) error {
 	c.acked = max(c.acked, r.GetInputAcknowledged())
 	c.mu.Unlock()
 	select {
-	case c.news <- struct{}{}:
+	case c.received <- struct{}{}:
 	default:
 	}
 	return c.ctx.Err()
@@ -124,7 +125,7 @@ func FuzzAttach(f *testing.F) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		c := &caller{ctx: ctx, requests: make(chan *guestv1.AttachRequest, 1), news: make(chan struct{}, 1)}
+		c := &caller{ctx: ctx, requests: make(chan *guestv1.AttachRequest, 1), received: make(chan struct{}, 1)}
 		c.requests <- &guestv1.AttachRequest{Message: &guestv1.AttachRequest_Open{Open: &guestv1.AttachOpen{
 			JobId: string(id), OwnInput: true, Start: &guestv1.StartRequest{JobId: string(id), Command: command},
 		}}}
@@ -141,7 +142,7 @@ func FuzzAttach(f *testing.F) {
 			cancel()
 			<-ended
 		}
-		var refusal *Refusal
+		var refusal *refusal.Error
 		if err != nil && !errors.As(err, &refusal) && !errors.Is(err, context.Canceled) {
 			t.Errorf("ended with %v", err)
 		}

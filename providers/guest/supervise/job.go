@@ -2,8 +2,6 @@ package supervise
 
 import (
 	"container/list"
-	"errors"
-	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -15,18 +13,20 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/clock"
 	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/launch"
 	"github.com/berth-sandbox/berth/providers/guest/reap"
 	"github.com/berth-sandbox/berth/providers/guest/record"
 	"github.com/berth-sandbox/berth/providers/guest/spool"
+	"github.com/berth-sandbox/berth/providers/guest/stdio"
 )
 
 // streamNames are the two outputs, in the order of job.streams.
 var streamNames = [2]string{"stdout", "stderr"}
 
-// job is one job. It needs no goroutine of its own: whatever happens last (the leader's exit, the
-// end of a stream, the end of a kill, silence) completes it.
+// job is one job. It needs no goroutine of its own: the last event (the leader's exit, the end of a stream,
+// the end of a kill, silence) completes it.
 type job struct {
 	supervisor       *Supervisor
 	id               string
@@ -38,139 +38,57 @@ type job struct {
 	disconnectGrace  time.Duration
 	startTime        time.Time
 	streams          [2]*spool.Stream
-	past             *guestv1.Status // of a job that an earlier boot left, and nothing else then
+	past             *guestv1.Status // of a job of an earlier boot, for which nothing below is set
 
-	begun   chan struct{} // closed when the call that begins it is through
-	refused error         // set before begun is closed, when it did not begin
+	begun   chan struct{} // closed when the call that starts it is done
+	refused error         // set before begun is closed, when it was refused
 	done    chan struct{} // closed when its outcome is known, and on disk if it is durable
 	sealed  chan struct{} // closed when both streams have ended
 	exiting chan struct{} // of a job with a terminal: closed when its leader has ended
 
 	element  *list.Element // table.mu
 	cursor   atomic.Uint64
-	grown    atomic.Bool  // its growth will be announced
+	grown    atomic.Bool  // its growth is to be announced
 	dropped  atomic.Bool  // it was forgotten
 	inMemory atomic.Int64 // bytes of its output, counted in Supervisor.memory
-	input    input
+	input    stdio.Stdin
 
 	mu           sync.Mutex
 	pid          int
-	tree         contain.Tree
+	group        contain.ProcessGroup
 	shell        string
 	tty          bool
-	pipes        [2]outlet
+	pipes        [2]stdio.Outlet
 	open         int // pipes that have not ended
 	exit         *reap.Exit
-	timeout      *countdown
-	draining     *timer
+	timeout      *clock.Countdown
+	draining     *clock.Timer
 	drained      bool
 	stop         *stop // the last one
-	ending       *stop // the one that was there before the leader's exit
+	ending       *stop // the one that started before the leader's exit
 	abandoned    bool  // the leader could not be killed
 	completing   bool
 	outcome      *berthv1.Outcome
 	endTime      time.Time
 	readers      int
-	disconnected *countdown
+	disconnected *clock.Countdown
 	forgetSealed bool // forget it once its output is sealed
 }
 
-// outlet is our end of one output pipe.
-type outlet struct {
-	file *os.File
-	last atomic.Int64 // when bytes came, in nanoseconds since 1970
-	busy atomic.Bool  // bytes are being read and spooled
-}
-
-// startPumps takes our ends of the pipes. The job's lock is held.
-func (j *job) startPumps(p *plumbing) {
-	for i, fd := range p.outputs {
-		if fd == noFile {
-			j.streams[i].Seal()
+// startReaders takes our ends of the pipes. The job's lock is held.
+func (j *job) startReaders(ends *stdio.Ends) {
+	for i, stream := range j.streams {
+		if !j.pipes[i].Open(ends, i) {
+			stream.Seal()
 			continue
 		}
-		j.pipes[i].file = os.NewFile(uintptr(fd), streamNames[i])
 		j.open++
-		j.supervisor.work.Add(1)
-		go j.pump(i)
+		j.supervisor.work.Go(func() {
+			j.pipes[i].ReadInto(stream, j.exiting, func() { j.supervisor.grew(j) })
+			stream.Seal()
+			j.streamEnded()
+		})
 	}
-}
-
-var (
-	smallBuffers = sync.Pool{New: func() any { b := make([]byte, smallRead); return &b }}
-	largeBuffers = sync.Pool{New: func() any { b := make([]byte, largeRead); return &b }}
-)
-
-// pump spools one stream until its end. It holds a buffer only while there is something in the pipe.
-func (j *job) pump(i int) {
-	defer j.supervisor.work.Done()
-	outlet, stream, buffers := &j.pipes[i], j.streams[i], &smallBuffers
-	conn, err := outlet.file.SyscallConn()
-	ended := err != nil
-	unused := false // a terminal that no process has open
-	take := func(fd uintptr) bool {
-		buffer := buffers.Get().(*[]byte)
-		defer buffers.Put(buffer)
-		// From before the bytes leave the pipe until they are spooled: see quiet.
-		outlet.busy.Store(true)
-		defer outlet.busy.Store(false)
-		for {
-			n, err := unix.Read(int(fd), *buffer)
-			switch {
-			case errors.Is(err, unix.EINTR):
-				continue
-			case errors.Is(err, unix.EAGAIN):
-				return false
-			case errors.Is(err, unix.EIO) && j.tty:
-				unused = true
-				return true
-			case err != nil || n == 0:
-				ended = true
-				return true
-			}
-			stream.Pace(n)
-			now := time.Now()
-			stream.Append((*buffer)[:n], now)
-			outlet.last.Store(now.UnixNano())
-			j.supervisor.grew(j)
-			if n == smallRead && buffers == &smallBuffers {
-				// A command that fills its pipe gets a larger one; most never do.
-				_, _ = unix.FcntlInt(fd, unix.F_SETPIPE_SZ, pipeSize)
-				buffers = &largeBuffers
-				return true
-			}
-		}
-	}
-	for !ended {
-		if err := conn.Read(take); err != nil {
-			ended = true // closed under us: the job was killed
-		}
-		if unused {
-			unused = false
-			ended = ended || !j.mayReopen()
-		}
-	}
-	_ = outlet.file.Close()
-	stream.Seal()
-	j.streamEnded()
-}
-
-// mayReopen waits a moment and says whether a terminal that no process has open may come into use
-// again: for as long as the leader runs, which may open it by name. To close our end before would hang
-// up on a leader that closes its files and then exits.
-func (j *job) mayReopen() bool {
-	select {
-	case <-j.exiting:
-		return false
-	default:
-	}
-	pause := time.NewTimer(reopenLook)
-	defer pause.Stop()
-	select {
-	case <-j.exiting: // what it wrote last is still to be read
-	case <-pause.C:
-	}
-	return true
 }
 
 func (j *job) streamEnded() {
@@ -181,7 +99,7 @@ func (j *job) streamEnded() {
 	}
 	late := j.open == 0 && j.outcome != nil
 	j.mu.Unlock()
-	j.settle()
+	j.finalize()
 	if late {
 		j.sealedLate()
 	}
@@ -209,68 +127,68 @@ func (j *job) exited(exit reap.Exit) {
 	j.mu.Lock()
 	j.exit = &exit
 	j.endTime = exit.Time
-	j.tree.LeaderReaped()
-	j.timeout.stop()
+	j.group.LeaderReaped()
+	j.timeout.Stop()
 	if j.tty {
 		close(j.exiting)
 	}
 	slow := j.durable
 	j.mu.Unlock()
 	if slow {
-		// Its outcome is written to disk, which the reaper must not wait for.
-		j.supervisor.work.Go(j.settle)
+		// The reaper must not wait for the outcome to be written to disk.
+		j.supervisor.work.Go(j.finalize)
 		return
 	}
-	j.settle()
+	j.finalize()
 }
 
-// settle completes the job if all that its outcome waits for has happened.
-func (j *job) settle() {
+// finalize completes the job if everything that its outcome depends on has happened.
+func (j *job) finalize() {
 	j.mu.Lock()
-	if !j.ripe() {
+	if !j.readyToFinalize() {
 		j.mu.Unlock()
 		return
 	}
 	j.completing = true
-	j.draining.stop()
+	j.draining.Stop()
 	j.mu.Unlock()
 	j.complete()
 }
 
-func (j *job) ripe() bool {
+func (j *job) readyToFinalize() bool {
 	switch {
 	case j.completing:
 		return false
 	case j.exit == nil && !j.abandoned:
 		return false
 	case j.stop != nil && !j.stop.finished:
-		return false // what survives the kill is part of the outcome
+		return false // the survivors of the kill are part of the outcome
 	case j.open > 0 && !j.drained:
 		if j.draining == nil {
-			deadline := time.Now().Add(drainMost)
-			j.draining = j.supervisor.after(drainSilence, func() { j.drain(deadline) })
+			deadline := time.Now().Add(maxDrain)
+			j.draining = j.supervisor.work.After(drainSilence, func() { j.drain(deadline) })
 		}
 		return false
 	}
 	return true
 }
 
-// complete gives the job its outcome, on disk first if it is durable, and tells everybody.
+// complete sets the job's outcome, on disk first if it is durable, and announces it.
 func (j *job) complete() {
 	for _, stream := range j.streams {
 		stream.MarkExit()
 	}
 	j.mu.Lock()
-	outcome := j.judge()
+	outcome := j.decideOutcome()
 	killed := j.stop != nil
 	j.mu.Unlock()
-	j.input.abandon()
+	j.input.Abandon()
 	if killed {
-		j.closePipes() // what escaped the kill is not listened to any more
+		j.closePipes() // output of processes that escaped the kill is not read
 	}
 	j.finish(outcome)
-	if j.tree != nil {
-		j.tree.Release()
+	if j.group != nil {
+		j.group.Release()
 	}
 }
 
@@ -280,7 +198,7 @@ func (j *job) failToStart(failure *launch.Failure) {
 		stream.Seal()
 		stream.MarkExit()
 	}
-	j.input.none(0)
+	j.input.End(0)
 	close(j.sealed)
 	j.mu.Lock()
 	j.completing = true
@@ -297,14 +215,15 @@ func (j *job) finish(outcome *berthv1.Outcome) {
 		status := j.status()
 		status.Done, status.Outcome = true, outcome
 		status.EndTime = timestamppb.New(j.endTime)
+		//mutation:record-before-report if err := error(nil); err != nil {
 		if err := s.persist(status); err != nil {
-			s.Log.Error("an outcome stays unknown", "job", j.id, "error", err)
+			s.Log.Error("an outcome was not written and stays unknown", "job", j.id, "error", err)
 			return
 		}
 	}
 	j.mu.Lock()
 	j.outcome = outcome
-	j.disconnected.stop()
+	j.disconnected.Stop()
 	j.mu.Unlock()
 	bytes := int64(j.streams[0].MemoryBytes() + j.streams[1].MemoryBytes())
 	j.inMemory.Store(bytes)
@@ -313,7 +232,7 @@ func (j *job) finish(outcome *berthv1.Outcome) {
 	s.table.announce(j)
 }
 
-// finished says whether the job can be forgotten: done, and nothing more to come.
+// finished says whether the job can be forgotten: it is done and its output has ended.
 func (j *job) finished() bool {
 	select {
 	case <-j.done:
@@ -325,7 +244,7 @@ func (j *job) finished() bool {
 	return j.open == 0
 }
 
-// hasBegun says whether the call that begins it is through; that call announces the job then.
+// hasBegun says whether the call that starts it is done; that call announces the job then.
 func (j *job) hasBegun() bool {
 	select {
 	case <-j.begun:
@@ -353,8 +272,8 @@ func (j *job) closePipes() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	for i := range j.pipes {
-		if j.pipes[i].file != nil {
-			_ = j.pipes[i].file.Close()
+		if j.pipes[i].File != nil {
+			_ = j.pipes[i].File.Close()
 		}
 	}
 }
@@ -362,13 +281,13 @@ func (j *job) closePipes() {
 func (j *job) cancelTimers() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.timeout.stop()
-	j.draining.stop()
-	j.disconnected.stop()
+	j.timeout.Stop()
+	j.draining.Stop()
+	j.disconnected.Stop()
 }
 
-// judge says how the job ended. The job's lock is held.
-func (j *job) judge() *berthv1.Outcome {
+// decideOutcome returns how the job ended. The job's lock is held.
+func (j *job) decideOutcome() *berthv1.Outcome {
 	o := &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED}
 	if j.exit != nil {
 		o.WaitStatus, o.ExitCode = waitStatus(j.exit)
@@ -380,8 +299,8 @@ func (j *job) judge() *berthv1.Outcome {
 		if o.Cause == berthv1.Cause_CAUSE_TIMED_OUT {
 			o.ExitCode = proto.Int32(timedOutCode)
 		}
-	case o.GetExitCode() == signalCode+int32(unix.SIGKILL) && j.tree.OOMKills() > 0:
-		// Also when a shell passes on that its child was killed.
+	case o.GetExitCode() == signalCode+int32(unix.SIGKILL) && j.group.OOMKills() > 0:
+		// Also when a shell exits with the status of its killed child.
 		o.Cause, o.Reason = berthv1.Cause_CAUSE_OOM_KILLED, "oom_killed: the machine ran out of memory"
 	case signaled:
 		o.Cause, o.Reason = berthv1.Cause_CAUSE_SIGNALED, "signaled: "+unix.SignalName(j.exit.Status.Signal())
@@ -393,7 +312,7 @@ func (j *job) judge() *berthv1.Outcome {
 	return o
 }
 
-// The exit codes that shells give where the kernel gives none.
+// The exit codes of shells where the kernel has none.
 const (
 	timedOutCode = 124
 	signalCode   = 128
@@ -411,15 +330,15 @@ func waitStatus(exit *reap.Exit) (*berthv1.WaitStatus, *int32) {
 	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}}, proto.Int32(int32(code))
 }
 
-// status returns what is known of the job.
+// status returns the job's status.
 func (j *job) status() *guestv1.Status {
 	if j.past != nil {
 		status := proto.CloneOf(j.past)
 		status.Cursor = j.cursor.Load()
-		status.Stdout, status.Stderr = j.streams[0].Facts(), j.streams[1].Facts()
+		status.Stdout, status.Stderr = j.streams[0].Stats(), j.streams[1].Stats()
 		return status
 	}
-	taken, closed, _ := j.input.state()
+	taken, closed, _ := j.input.State()
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	status := &guestv1.Status{
@@ -428,8 +347,8 @@ func (j *job) status() *guestv1.Status {
 		BootId:      j.supervisor.BootID,
 		Done:        j.outcome != nil,
 		Outcome:     j.outcome,
-		Stdout:      j.streams[0].Facts(),
-		Stderr:      j.streams[1].Facts(),
+		Stdout:      j.streams[0].Stats(),
+		Stderr:      j.streams[1].Stats(),
 		StartTime:   timestamppb.New(j.startTime),
 		Shell:       j.shell,
 		Durable:     j.durable,

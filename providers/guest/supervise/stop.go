@@ -10,39 +10,41 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/clock"
+	"github.com/berth-sandbox/berth/providers/guest/refusal"
 )
 
 const (
-	// firstLook and lastLook bound the pauses between looks whether a tree has ended after TERM.
-	firstLook = time.Millisecond
-	lastLook  = 50 * time.Millisecond
+	// firstStopPoll and lastStopPoll bound the poll interval for a tree to end after TERM.
+	firstStopPoll = time.Millisecond
+	lastStopPoll  = 50 * time.Millisecond
 	// maxSignal is the greatest signal's number.
 	maxSignal = 64
 )
 
-// stop is one end of a job's tree, shared by all who ask for it meanwhile.
+// stop is one kill of a job's tree, shared by all calls that ask for it meanwhile.
 type stop struct {
 	cause  berthv1.Cause
 	reason string
-	sooner chan struct{} // has one token when deadline came nearer
+	sooner chan struct{} // has a token when deadline was moved forward
 	done   chan struct{}
 
 	// The job's lock guards these.
-	deadline  moment // for KILL
-	applied   bool   // the leader was running when the first signal was sent
+	deadline  clock.Moment // for KILL
+	applied   bool         // the leader was running when the first signal was sent
 	finished  bool
 	survivors []uint32
 }
 
-// end begins to end the job's tree, or hastens the end that is under way. Of a job that is done it
-// ends what is left; its outcome does not change.
+// end starts killing the job's tree, or moves the deadline of the kill in progress forward. Of a job that is
+// done it kills what is left; its outcome does not change.
 func (j *job) end(cause berthv1.Cause, reason string, grace time.Duration) *stop {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.endLocked(cause, reason, grace)
 }
 
-// endRunning does so only while the leader runs: what it left running meanwhile may stay.
+// endRunning does so only while the leader runs: daemons that it left may stay.
 func (j *job) endRunning(cause berthv1.Cause, reason string, grace time.Duration) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -52,10 +54,10 @@ func (j *job) endRunning(cause berthv1.Cause, reason string, grace time.Duration
 }
 
 func (j *job) endLocked(cause berthv1.Cause, reason string, grace time.Duration) *stop {
-	if j.tree == nil {
-		return nil // it never ran, or in an earlier boot
+	if j.group == nil {
+		return nil // it never ran, or ran in an earlier boot
 	}
-	deadline := j.supervisor.clock.now() + moment(grace)
+	deadline := j.supervisor.clock.Now() + clock.Moment(grace)
 	if st := j.stop; st != nil && !st.finished {
 		if deadline < st.deadline {
 			st.deadline = deadline
@@ -85,14 +87,14 @@ func (j *job) carryOut(st *stop) {
 	j.abandoned = j.exit == nil && slices.Contains(survivors, uint32(j.pid))
 	over := j.outcome != nil || j.completing
 	j.mu.Unlock()
-	j.settle()
+	j.finalize()
 	if over {
 		j.sealSoon()
 	}
 }
 
-// sealSoon ends the output of a killed job: what the killed have written is still read, what
-// somebody outside of the tree writes is not.
+// sealSoon ends the output of a killed job: what the killed processes wrote is still read, what processes
+// outside of the tree write is not.
 func (j *job) sealSoon() {
 	silence := time.NewTimer(drainSilence)
 	defer silence.Stop()
@@ -105,10 +107,10 @@ func (j *job) sealSoon() {
 
 // terminate sends TERM and waits until nothing is left or the grace is over.
 func (j *job) terminate(st *stop) {
-	if j.tree.Empty() {
+	if j.group.Empty() {
 		return
 	}
-	if left, _ := j.supervisor.clock.until(j.deadline(st)); left <= 0 {
+	if left, _ := j.supervisor.clock.Until(j.deadline(st)); left <= 0 {
 		return
 	}
 	if running, _ := j.supervisor.Reaper.SignalGroup(j.pid, unix.SIGTERM); running {
@@ -116,19 +118,19 @@ func (j *job) terminate(st *stop) {
 		st.applied = true
 		j.mu.Unlock()
 	} else {
-		j.tree.Terminate()
+		j.group.Terminate()
 	}
 	pause := time.NewTimer(0)
 	defer pause.Stop()
-	for look := firstLook; !j.tree.Empty(); look = min(2*look, lastLook) {
-		left, counting := j.supervisor.clock.until(j.deadline(st))
+	for interval := firstStopPoll; !j.group.Empty(); interval = min(2*interval, lastStopPoll) {
+		left, counting := j.supervisor.clock.Until(j.deadline(st))
 		if left <= 0 {
 			return
 		}
 		if !counting {
-			left = look
+			left = interval
 		}
-		pause.Reset(min(look, left))
+		pause.Reset(min(interval, left))
 		select {
 		case <-pause.C:
 		case <-st.sooner:
@@ -136,14 +138,14 @@ func (j *job) terminate(st *stop) {
 	}
 }
 
-func (j *job) deadline(st *stop) moment {
+func (j *job) deadline(st *stop) clock.Moment {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return st.deadline
 }
 
-// kill sends KILL to all that is left, and returns what is left then. It is bounded by the tree's
-// own patience.
+// kill sends KILL to all remaining processes and returns the survivors. It is bounded by the group's own
+// timeout.
 func (j *job) kill(st *stop) []uint32 {
 	if running, _ := j.supervisor.Reaper.SignalGroup(j.pid, unix.SIGKILL); running {
 		j.mu.Lock()
@@ -151,18 +153,18 @@ func (j *job) kill(st *stop) []uint32 {
 		j.mu.Unlock()
 	}
 	var survivors []uint32
-	for _, pid := range j.tree.Kill(context.Background()) {
+	for _, pid := range j.group.Kill(context.Background()) {
 		survivors = append(survivors, uint32(pid))
 	}
 	return survivors
 }
 
-// StopJob ends a job and answers when nothing of it is left, or what is left is known. It finds a
-// forgotten job, too, for as long as something of it runs.
+// StopJob ends a job and returns when none of its processes is left or the survivors are known. It also finds
+// a forgotten job that still has processes.
 func (s *Supervisor) StopJob(ctx context.Context, r *guestv1.StopRequest) (*guestv1.StopResponse, error) {
 	j, err := s.find(r.GetJobId())
 	if err != nil {
-		if j = s.table.findLeft(r.GetJobId()); j == nil || j.tree.Empty() {
+		if j = s.table.findLeftover(r.GetJobId()); j == nil || j.group.Empty() {
 			return nil, err
 		}
 	}
@@ -189,8 +191,7 @@ func (s *Supervisor) StopJob(ctx context.Context, r *guestv1.StopRequest) (*gues
 	return &guestv1.StopResponse{Status: j.status()}, nil
 }
 
-// Signal sends a signal to the process group of a job whose leader runs; to another it does
-// nothing.
+// Signal sends a signal to the process group of a job whose leader runs; otherwise it does nothing.
 func (s *Supervisor) Signal(r *guestv1.SignalRequest) (*guestv1.SignalResponse, error) {
 	j, err := s.find(r.GetJobId())
 	if err != nil {
@@ -204,7 +205,7 @@ func (s *Supervisor) Signal(r *guestv1.SignalRequest) (*guestv1.SignalResponse, 
 
 func (j *job) signal(number uint32) error {
 	if number < 1 || number > maxSignal {
-		return refuse(Invalid, "", "%d is no signal: want 1 to %d", number, maxSignal)
+		return refusal.New(refusal.Invalid, "", "%d is no signal: want 1 to %d", number, maxSignal)
 	}
 	j.mu.Lock()
 	pid := j.pid
@@ -213,20 +214,20 @@ func (j *job) signal(number uint32) error {
 		return nil
 	}
 	if _, err := j.supervisor.Reaper.SignalGroup(pid, unix.Signal(number)); err != nil {
-		return refuse(Failed, "", "signal job %s: %v", j.id, err)
+		return refusal.New(refusal.Failed, "", "signal job %s: %v", j.id, err)
 	}
 	return nil
 }
 
-// find returns a job that has begun.
+// find returns a job that has started.
 func (s *Supervisor) find(id string) (*job, error) {
 	j := s.table.find(id)
 	if j == nil {
-		return nil, unknown(id)
+		return nil, unknownJob(id)
 	}
 	<-j.begun
 	if j.refused != nil {
-		return nil, unknown(id)
+		return nil, unknownJob(id)
 	}
 	return j, nil
 }
@@ -236,7 +237,7 @@ func (j *job) attach() func() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.readers++
-	j.disconnected.stop()
+	j.disconnected.Stop()
 	j.disconnected = nil
 	return j.detach
 }
@@ -248,12 +249,12 @@ func (j *job) detach() {
 	j.watchReaders()
 }
 
-// watchReaders ends the job, after its grace, when it has no reader and must not go on without.
+// watchReaders ends the job, after its grace, when it has no reader and must not run without one.
 func (j *job) watchReaders() {
 	j.mu.Lock()
 	alone := j.killOnDisconnect && j.readers == 0 && j.outcome == nil && !j.completing && j.disconnected == nil
 	if alone && j.disconnectGrace > 0 {
-		j.disconnected = j.supervisor.clock.after(j.disconnectGrace, j.abandon)
+		j.disconnected = j.supervisor.clock.After(j.disconnectGrace, j.abandon)
 		alone = false
 	}
 	j.mu.Unlock()
@@ -269,4 +270,8 @@ func (j *job) abandon() {
 	if alone {
 		j.endRunning(berthv1.Cause_CAUSE_STOPPED, fmt.Sprintf("disconnected: no reader for %v", j.disconnectGrace), j.killGrace)
 	}
+}
+
+func unknownJob(id string) error {
+	return refusal.New(refusal.Unknown, "", "no job %q in this machine", id)
 }

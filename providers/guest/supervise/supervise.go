@@ -1,6 +1,6 @@
-// Package supervise runs jobs: it begins each at most once, keeps its output, ends it with its whole
-// tree, knows how it ended, and tells who waits. It speaks in messages of berth.guest.v1, but knows
-// nothing of gRPC or of connections, and never invents an outcome.
+// Package supervise runs jobs: it starts each at most once, keeps its output, ends it with its whole
+// tree, determines how it ended, and notifies callers that wait. It uses the messages of berth.guest.v1 but
+// knows nothing of gRPC or connections, and never invents an outcome.
 package supervise
 
 import (
@@ -15,6 +15,8 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/buffer"
+	"github.com/berth-sandbox/berth/providers/guest/clock"
 	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/reap"
 	"github.com/berth-sandbox/berth/providers/guest/record"
@@ -22,86 +24,84 @@ import (
 )
 
 const (
-	// defaultKillGrace is between TERM and KILL where a command names none.
+	// defaultKillGrace is between TERM and KILL where a command sets none.
 	defaultKillGrace = 5 * time.Second
-	// closeGrace is the same when the guest itself is asked to end.
+	// closeGrace is the same when the guest itself is stopped.
 	closeGrace = 2 * time.Second
-	// closePatience bounds the wait for jobs to end then; a kill alone may take 10 s.
-	closePatience = 15 * time.Second
-	// drainSilence ends the wait for more output after the leader's exit; drainMost bounds it.
+	// closeTimeout bounds the wait for jobs to end then; a kill alone may take 10 s.
+	closeTimeout = 15 * time.Second
+	// drainSilence ends the wait for more output after the leader's exit; maxDrain bounds it.
 	drainSilence = 50 * time.Millisecond
-	drainMost    = 2 * time.Second
-	// growthEvery is how often growth of output wakes List.
-	growthEvery = time.Second
-	// smallRead and largeRead are what one read of a pipe takes, in bytes: the size of a pipe, and
-	// the best chunk once a pipe was enlarged to pipeSize because its command filled it.
-	smallRead = 64 << 10
-	largeRead = 256 << 10
-	pipeSize  = 1 << 20
-	// reopenLook is between looks at a terminal that no process has open while its leader runs.
-	reopenLook = 50 * time.Millisecond
+	maxDrain     = 2 * time.Second
+	// growthInterval is how often growth of output is announced to List.
+	growthInterval = time.Second
 	// memoryBudget bounds the output of finished jobs that is in memory, in bytes. Beyond it, new
 	// jobs spool to disk.
-	memoryBudget = 8 << 20
+	memoryBudget = 4 << 20
+	// sendBudget bounds the output in flight to all attached callers together, in bytes.
+	sendBudget = 2 << 20
 	// persistRetry and persistRetryMax bound the pauses between attempts to write an outcome.
 	persistRetry    = 10 * time.Millisecond
 	persistRetryMax = 2 * time.Second
-	// removalsQueued are forgotten jobs whose files wait to be removed; a burst beyond it removes its
-	// own.
+	// removalsQueued bounds the queue of forgotten jobs whose files are to be removed; beyond it, callers remove
+	// them themselves.
 	removalsQueued = 1024
-	// listLimit is a List's limit where none is asked, and the greatest.
+	// inputTimeout is how long an Input waits for space.
+	inputTimeout = time.Second
+	// listLimit is the default and the greatest limit of a List.
 	listLimit = 1000
-	// readDefault and readMost bound the bytes of one Read, runOutputMost those of each stream in
+	// readDefault and maxRead bound the bytes of one Read, maxRunOutput those of each stream in
 	// one answer of Run: two of them fit a message of 4 MiB.
-	readDefault   = 256 << 10
-	readMost      = 1 << 20
-	runOutputMost = 1 << 20
-	// forgetMost bounds the ids of one Forget.
-	forgetMost = 1000
-	// firstLeftLook and lastLeftLook bound the pauses between looks whether something of the forgotten
-	// jobs still runs; a look may read all of /proc.
-	firstLeftLook = 250 * time.Millisecond
-	lastLeftLook  = 30 * time.Second
-	// quiesceMost is for how much of its own running time a guest that was quiesced and never told to
-	// go on counts no time: a freeze comes within seconds of the quiesce, or not at all.
-	quiesceMost = 60 * time.Second
-	// wipePatience bounds the wait for one job of another generation to be gone; a kill alone may take
+	readDefault  = 256 << 10
+	maxRead      = 1 << 20
+	maxRunOutput = 1 << 20
+	// maxForget bounds the ids of one Forget.
+	maxForget = 1000
+	// firstLeftoverPoll and lastLeftoverPoll bound the interval between probes for processes of forgotten jobs;
+	// a probe may read all of /proc.
+	firstLeftoverPoll = 250 * time.Millisecond
+	lastLeftoverPoll  = 30 * time.Second
+	// maxQuiesce bounds the running time for which a quiesced guest that is never resumed pauses deadlines: a
+	// freeze follows within seconds of the quiesce, or not at all.
+	maxQuiesce = 60 * time.Second
+	// wipeTimeout bounds the wait for one job of another generation to be gone; a kill alone may take
 	// 10 s.
-	wipePatience = 15 * time.Second
-	// jobOOMScore makes the kernel take a job before the guest.
+	wipeTimeout = 15 * time.Second
+	// jobOOMScore makes the kernel kill a job rather than the guest when memory runs out.
 	jobOOMScore = "500"
 )
 
 // Config is what a supervisor works with. It owns none of it.
 type Config struct {
-	MachineID   string // until Resumed says otherwise
-	Generation  uint64 // likewise
-	BootID      string
-	Workspace   string            // absolute
-	User        string            // of commands that name none; empty: the guest's own
-	Env         map[string]string // beneath every command's own
-	QuiesceMost time.Duration     // of running time that does not count after Quiesce; default 60 s
-	Records     *record.Directory
-	Means       contain.Means
-	Reaper      *reap.Reaper
-	Log         *slog.Logger
+	MachineID  string // until Resumed says otherwise
+	Generation uint64 // likewise
+	BootID     string
+	Workspace  string            // absolute
+	User       string            // of commands that name none; empty: the guest's own
+	Env        map[string]string // beneath every command's own
+	MaxQuiesce time.Duration     // of running time that does not count after Quiesce; default 60 s
+	Records    *record.Directory
+	Tracker    contain.Tracker
+	Reaper     *reap.Reaper
+	Log        *slog.Logger
 }
 
 // Supervisor runs the jobs of one machine.
 type Supervisor struct {
 	Config
-	clock *clock
-	era   era
-	null  *os.File       // /dev/null, for commands without stdin
-	work  sync.WaitGroup // every goroutine and timer but the one below
-	ended chan struct{}  // closed when what is left undone is given up
+	clock    *clock.Clock
+	identity identity
+	null     *os.File      // /dev/null, for commands without stdin
+	work     clock.Work    // every goroutine and timer except the one below
+	ended    chan struct{} // closed when retries are given up
 
 	removals chan *job
 	removing sync.WaitGroup
 
 	memory atomic.Int64 // bytes of finished jobs' output in memory
 
-	table table
+	sending *buffer.Budget
+	table   table
 
 	mu      sync.Mutex
 	closing bool
@@ -118,12 +118,13 @@ func New(config Config) (*Supervisor, error) {
 		null:     null,
 		ended:    make(chan struct{}),
 		removals: make(chan *job, removalsQueued),
+		sending:  buffer.NewBudget(sendBudget),
 	}
-	if s.QuiesceMost <= 0 {
-		s.QuiesceMost = quiesceMost
+	if s.MaxQuiesce <= 0 {
+		s.MaxQuiesce = maxQuiesce
 	}
-	s.clock = newClock(s, s.QuiesceMost)
-	s.era.begin(s, config.MachineID, config.Generation)
+	s.clock = clock.New(&s.work, s.MaxQuiesce, s.Log)
+	s.identity.begin(s, config.MachineID, config.Generation)
 	s.table.jobs = make(map[string]*job)
 	if err := s.load(); err != nil {
 		_ = null.Close()
@@ -133,42 +134,42 @@ func New(config Config) (*Supervisor, error) {
 	return s, nil
 }
 
-// Stop ends every job with its tree and refuses new ones. It returns when all that can end has
-// ended, so that those who wait for a job are answered.
+// Stop ends every job with its tree and refuses new ones. It returns when all jobs that can end
+// have ended, so that calls that wait for one are answered.
 func (s *Supervisor) Stop(ctx context.Context) {
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()
-	s.clock.end()
-	patience, cancel := context.WithTimeout(ctx, closePatience)
+	s.clock.End()
+	bounded, cancel := context.WithTimeout(ctx, closeTimeout)
 	defer cancel()
 	all := s.table.all()
 	for _, j := range all {
 		select {
 		case <-j.begun:
-			j.end(berthv1.Cause_CAUSE_STOPPED, "machine_stopping: the guest was asked to end", closeGrace)
-		case <-patience.Done():
+			j.end(berthv1.Cause_CAUSE_STOPPED, "machine_stopping: the guest is stopping", closeGrace)
+		case <-bounded.Done():
 		}
 	}
 	for _, j := range all {
 		select {
 		case <-j.idle():
-		case <-patience.Done():
+		case <-bounded.Done():
 			s.Log.Warn("a job did not end in time", "job", j.id)
 		}
 	}
-	if left := s.Means.Clear(patience); len(left) > 0 {
+	if left := s.Tracker.Clear(bounded); len(left) > 0 {
 		s.Log.Warn("processes outlive the guest", "pids", left)
 	}
 }
 
-// Close waits for all that the supervisor began. It comes after Stop, and after the last call.
+// Close waits for everything that the supervisor started. It is called after Stop and after the last call.
 func (s *Supervisor) Close() error {
 	close(s.ended)
 	s.table.cancelTimers()
 	for _, j := range s.table.all() {
 		j.closePipes()
-		j.input.abandon()
+		j.input.Abandon()
 		j.cancelTimers()
 	}
 	s.work.Wait()
@@ -177,30 +178,7 @@ func (s *Supervisor) Close() error {
 	return s.null.Close()
 }
 
-// after calls f once d is over, unless the timer is stopped before; Close waits for it.
-func (s *Supervisor) after(d time.Duration, f func()) *timer {
-	s.work.Add(1)
-	return &timer{supervisor: s, timer: time.AfterFunc(d, func() {
-		defer s.work.Done()
-		f()
-	})}
-}
-
-// timer is one that the supervisor waits for.
-type timer struct {
-	supervisor *Supervisor
-	timer      *time.Timer
-}
-
-// stop is right on a nil timer, too.
-func (t *timer) stop() {
-	if t != nil && t.timer.Stop() {
-		t.supervisor.work.Done()
-	}
-}
-
-// load takes over the jobs of earlier boots: they are done, with the outcome that was recorded, or
-// lost.
+// load recovers the jobs of earlier boots: they are done, with the recorded outcome, or lost.
 func (s *Supervisor) load() error {
 	found, err := s.Records.Load()
 	if err != nil {
@@ -233,27 +211,27 @@ func (s *Supervisor) reopen(f record.Found) (*job, error) {
 		}
 	}
 	j := &job{supervisor: s, id: status.GetJobId(), ulid: ulid, past: status, durable: status.GetDurable(), begun: closed, done: closed, sealed: closed}
-	j.input.none(int(status.GetInputOffset()))
+	j.input.End(int(status.GetInputOffset()))
 	dir := s.Records.OutputDir(j.id, j.durable)
-	facts := []*berthv1.OutputFacts{status.GetStdout(), status.GetStderr()}
+	stats := []*berthv1.OutputStats{status.GetStdout(), status.GetStderr()}
 	for i, name := range streamNames {
 		options := spool.Options{Dir: dir, Name: name, Limit: f.Record.GetOutputLimitBytes()}
-		if j.streams[i], err = spool.Reopen(options, facts[i]); err != nil {
+		if j.streams[i], err = spool.Reopen(options, stats[i]); err != nil {
 			return nil, err
 		}
 	}
 	return j, nil
 }
 
-// closed is a channel of what has happened long ago.
+// closed is a closed channel.
 var closed = func() chan struct{} {
 	c := make(chan struct{})
 	close(c)
 	return c
 }()
 
-// persist puts a durable job's outcome on disk, trying until it is there: an outcome that was told
-// and then forgotten could change. It fails only when the guest ends.
+// persist writes a durable job's outcome to disk, retrying until it succeeds: an outcome that was reported
+// but not written could change. It fails only when the guest ends.
 func (s *Supervisor) persist(status *guestv1.Status) error {
 	pause := time.NewTimer(0)
 	defer pause.Stop()
@@ -262,7 +240,7 @@ func (s *Supervisor) persist(status *guestv1.Status) error {
 		if err == nil {
 			return nil
 		}
-		s.Log.Error("an outcome cannot be written yet", "job", status.GetJobId(), "error", err)
+		s.Log.Error("cannot write an outcome, retrying", "job", status.GetJobId(), "error", err)
 		pause.Reset(wait)
 		select {
 		case <-pause.C:
@@ -289,6 +267,6 @@ func (s *Supervisor) remove(j *job) {
 		err = s.Records.RemoveOutput(j.id)
 	}
 	if err = errors.Join(err, s.Records.Remove(j.id)); err != nil {
-		s.Log.Warn("something of a forgotten job stays", "job", j.id, "error", err)
+		s.Log.Warn("cannot remove the files of a forgotten job", "job", j.id, "error", err)
 	}
 }

@@ -8,25 +8,27 @@ import (
 	"time"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/clock"
 	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/record"
+	"github.com/berth-sandbox/berth/providers/guest/refusal"
 )
 
-// table is the jobs, by id and in the order of their last change.
+// table has the jobs by id and in the order of their last change.
 type table struct {
 	mu      sync.Mutex
 	jobs    map[string]*job
 	order   list.List // of *job, by cursor
 	cursor  uint64
-	changed chan struct{}     // closed at the next change, if anyone waits
+	changed chan struct{}     // closed at the next change, if a call waits
 	durable chan struct{}     // likewise, of a durable job
-	grown   map[*job]struct{} // since the last announcement of growth
-	growth  *timer
+	grown   map[*job]struct{} // since growth was last announced
+	growth  *clock.Timer
 
-	// Forgotten jobs of which something may run, by id, and the next look whether it does.
-	left      map[string]*job
-	look      *timer
-	lookAfter time.Duration
+	// Forgotten jobs that may still have processes, by id, and the next probe for them.
+	leftovers map[string]*job
+	poll      *clock.Timer
+	pollDelay time.Duration
 }
 
 func (t *table) find(id string) *job {
@@ -45,7 +47,7 @@ func (t *table) all() []*job {
 	return all
 }
 
-// add makes a job known, or returns the one that has its id already. It tells nobody yet.
+// add registers a job, or returns the one with the same id. It announces nothing.
 func (t *table) add(j *job) (known *job) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -69,7 +71,7 @@ func (t *table) drop(j *job) {
 	}
 }
 
-// announce tells that jobs changed, at once.
+// announce notifies List that jobs changed.
 func (t *table) announce(jobs ...*job) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -91,7 +93,7 @@ func (t *table) announce(jobs ...*job) {
 	}
 }
 
-// grew tells that a job's output grew, within growthEvery.
+// grew announces within growthInterval that a job's output grew.
 func (s *Supervisor) grew(j *job) {
 	if !j.grown.CompareAndSwap(false, true) {
 		return
@@ -107,7 +109,7 @@ func (s *Supervisor) grew(j *job) {
 	}
 	t.grown[j] = struct{}{}
 	if t.growth == nil {
-		t.growth = s.after(growthEvery, s.announceGrowth)
+		t.growth = s.work.After(growthInterval, s.announceGrowth)
 	}
 }
 
@@ -127,12 +129,12 @@ func (s *Supervisor) announceGrowth() {
 func (t *table) cancelTimers() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.growth.stop()
-	t.look.stop()
+	t.growth.Stop()
+	t.poll.Stop()
 }
 
 // changes returns at most limit jobs, or durable jobs only, that changed after a cursor, in order,
-// and what to wait for when there are none.
+// and a channel that is closed at the next change.
 func (t *table) changes(since uint64, limit int, durableOnly bool) (jobs []*job, next uint64, more bool, changed <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -166,7 +168,7 @@ func (t *table) changes(since uint64, limit int, durableOnly bool) (jobs []*job,
 	return jobs, next, more, *awaited
 }
 
-// List answers with what changed since a cursor, waiting for a change if there is none.
+// List returns what changed since a cursor, waiting for a change if there is none.
 func (s *Supervisor) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1.ListResponse, error) {
 	limit := int(r.GetLimit())
 	if limit == 0 || limit > listLimit {
@@ -193,11 +195,10 @@ func (s *Supervisor) List(ctx context.Context, r *guestv1.ListRequest) (*guestv1
 	}
 }
 
-// Forget removes finished jobs; those that are not finished, or whose output is not sealed, are
-// named in the answer.
+// Forget removes finished jobs. It returns those that are not finished or whose output is not sealed.
 func (s *Supervisor) Forget(r *guestv1.ForgetRequest) (*guestv1.ForgetResponse, error) {
-	if len(r.GetJobIds()) > forgetMost {
-		return nil, refuse(Invalid, "", "%d jobs to forget at once, at most %d", len(r.GetJobIds()), forgetMost)
+	if len(r.GetJobIds()) > maxForget {
+		return nil, refusal.New(refusal.Invalid, "", "%d jobs to forget at once, at most %d", len(r.GetJobIds()), maxForget)
 	}
 	response := &guestv1.ForgetResponse{}
 	var jobs []*job
@@ -214,8 +215,8 @@ func (s *Supervisor) Forget(r *guestv1.ForgetRequest) (*guestv1.ForgetResponse, 
 	return response, s.forget(jobs...)
 }
 
-// forget drops finished jobs. Their ids are remembered before they stop being known, so that at no
-// time one of them could begin again.
+// forget drops finished jobs. Their tombstones are written before they leave the table, so that none could
+// start again in between.
 func (s *Supervisor) forget(jobs ...*job) error {
 	var durable, others []record.ULID
 	for _, j := range jobs {
@@ -225,12 +226,12 @@ func (s *Supervisor) forget(jobs ...*job) error {
 			others = append(others, j.ulid)
 		}
 	}
-	if err := s.Records.Bury(durable, others); err != nil {
-		return failed(err, "forget %d jobs", len(jobs))
+	if err := s.Records.WriteTombstone(durable, others); err != nil {
+		return refusal.System(err, "forget %d jobs", len(jobs))
 	}
 	for _, j := range jobs {
 		s.table.drop(j)
-		s.leave(j)
+		s.keepLeftover(j)
 		if j.dropped.CompareAndSwap(false, true) {
 			s.memory.Add(-j.inMemory.Load())
 		}
@@ -247,58 +248,58 @@ func (s *Supervisor) forget(jobs ...*job) error {
 	return nil
 }
 
-// leave keeps a forgotten job findable for Stop, as long as something of it runs. Whether it does is
-// looked at later, for all that were forgotten meanwhile at once.
-func (s *Supervisor) leave(j *job) {
-	if j.tree == nil {
+// keepLeftover keeps a forgotten job findable for Stop while it has processes. A later probe checks that for
+// all of them at once.
+func (s *Supervisor) keepLeftover(j *job) {
+	if j.group == nil {
 		return
 	}
 	t := &s.table
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.left == nil {
-		t.left = make(map[string]*job)
+	if t.leftovers == nil {
+		t.leftovers = make(map[string]*job)
 	}
-	t.left[j.id] = j
-	if t.look == nil {
-		t.lookAfter = firstLeftLook
-		t.look = s.after(t.lookAfter, s.lookAtLeft)
+	t.leftovers[j.id] = j
+	if t.poll == nil {
+		t.pollDelay = firstLeftoverPoll
+		t.poll = s.work.After(t.pollDelay, s.pollLeftovers)
 	}
 }
 
-func (t *table) findLeft(id string) *job {
+func (t *table) findLeftover(id string) *job {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.left[id]
+	return t.leftovers[id]
 }
 
-// lookAtLeft drops the forgotten jobs of which nothing runs any more.
-func (s *Supervisor) lookAtLeft() {
+// pollLeftovers drops the forgotten jobs that have no more processes.
+func (s *Supervisor) pollLeftovers() {
 	t := &s.table
 	t.mu.Lock()
-	jobs := make(map[contain.Tree]*job, len(t.left))
-	trees := make([]contain.Tree, 0, len(t.left))
-	for _, j := range t.left {
-		jobs[j.tree] = j
-		trees = append(trees, j.tree)
+	jobs := make(map[contain.ProcessGroup]*job, len(t.leftovers))
+	trees := make([]contain.ProcessGroup, 0, len(t.leftovers))
+	for _, j := range t.leftovers {
+		jobs[j.group] = j
+		trees = append(trees, j.group)
 	}
 	t.mu.Unlock()
-	for _, tree := range s.Means.Occupied(trees) {
+	for _, tree := range s.Tracker.Occupied(trees) {
 		delete(jobs, tree)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, j := range jobs {
-		delete(t.left, j.id)
+		delete(t.leftovers, j.id)
 	}
-	t.look = nil
-	if len(t.left) > 0 {
-		t.lookAfter = min(2*t.lookAfter, lastLeftLook)
-		t.look = s.after(t.lookAfter, s.lookAtLeft)
+	t.poll = nil
+	if len(t.leftovers) > 0 {
+		t.pollDelay = min(2*t.pollDelay, lastLeftoverPoll)
+		t.poll = s.work.After(t.pollDelay, s.pollLeftovers)
 	}
 }
 
-// wait returns a channel that fires after d; nil when there is nothing to wait for.
+// wait returns a channel that fires after d, or nil for no wait.
 func wait(d time.Duration) (over <-chan time.Time, cancel func()) {
 	if d <= 0 {
 		return nil, func() {}

@@ -4,8 +4,8 @@
 // 	protoc        (unknown)
 // source: berth/guest/v1/guest.proto
 
-// Package berth.guest.v1 is what the broker and the guest in a machine say to each other. The guest
-// serves it on connections that it dialled out, and on its own unix socket for berth-guest bridge.
+// Package berth.guest.v1 is the protocol between the broker and the guest in a machine. The guest
+// serves it on connections that it dialled, and on its own unix socket for berth-guest bridge.
 //
 // Rules of the protocol:
 //   - Hello is the first call on every connection; any other before it is refused with
@@ -54,7 +54,7 @@ const (
 	// use), besides session, group and descent: it stays through fork, exec, setsid and a cleared
 	// environment, and a kill stops the whole tree before it takes it. It is lost where a program sets
 	// the limit anew: su and runuser through pam_limits, or on purpose. What lost it escapes if it also
-	// left the job's session and lost its parent before the kill looked.
+	// left the job's session and lost its parent before the kill.
 	Containment_CONTAINMENT_TAG Containment = 5
 )
 
@@ -362,7 +362,7 @@ type HelloResponse struct {
 	Uid uint32 `protobuf:"varint,11,opt,name=uid,proto3" json:"uid,omitempty"`
 	// Operating system and architecture, as "linux/amd64".
 	Platform string `protobuf:"bytes,12,opt,name=platform,proto3" json:"platform,omitempty"`
-	// The generation it was booted with, or told since.
+	// The generation it was booted with, or changed to since.
 	Generation    uint64 `protobuf:"varint,13,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -505,7 +505,7 @@ type Command struct {
 	User string `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`
 	// Standard input: none when absent, or with tty the terminal, open.
 	Stdin *v1.Stdin `protobuf:"bytes,6,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	// Run in a terminal of this size; stdout then holds all that comes from it.
+	// Run in a terminal of this size; stdout is then everything that is read from it.
 	Tty *v1.TerminalSize `protobuf:"bytes,7,opt,name=tty,proto3" json:"tty,omitempty"`
 	// Send stderr into stdout.
 	MergeStderr bool `protobuf:"varint,8,opt,name=merge_stderr,json=mergeStderr,proto3" json:"merge_stderr,omitempty"`
@@ -639,10 +639,10 @@ type Status struct {
 	Done bool `protobuf:"varint,4,opt,name=done,proto3" json:"done,omitempty"`
 	// Set when done.
 	Outcome *v1.Outcome `protobuf:"bytes,5,opt,name=outcome,proto3" json:"outcome,omitempty"`
-	// Facts about stdout.
-	Stdout *v1.OutputFacts `protobuf:"bytes,6,opt,name=stdout,proto3" json:"stdout,omitempty"`
-	// Facts about stderr.
-	Stderr *v1.OutputFacts `protobuf:"bytes,7,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	// Stats about stdout.
+	Stdout *v1.OutputStats `protobuf:"bytes,6,opt,name=stdout,proto3" json:"stdout,omitempty"`
+	// Stats about stderr.
+	Stderr *v1.OutputStats `protobuf:"bytes,7,opt,name=stderr,proto3" json:"stderr,omitempty"`
 	// When it began.
 	StartTime *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
 	// When the leader ended.
@@ -730,14 +730,14 @@ func (x *Status) GetOutcome() *v1.Outcome {
 	return nil
 }
 
-func (x *Status) GetStdout() *v1.OutputFacts {
+func (x *Status) GetStdout() *v1.OutputStats {
 	if x != nil {
 		return x.Stdout
 	}
 	return nil
 }
 
-func (x *Status) GetStderr() *v1.OutputFacts {
+func (x *Status) GetStderr() *v1.OutputStats {
 	if x != nil {
 		return x.Stderr
 	}
@@ -907,7 +907,7 @@ func (x *StartRequest) GetDisconnectGrace() *durationpb.Duration {
 	return nil
 }
 
-// StartResponse holds the job's status, whichever call began it.
+// StartResponse is the job's status, whichever call began it.
 type StartResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The status.
@@ -1031,7 +1031,7 @@ type Output struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The first bytes.
 	Head []byte `protobuf:"bytes,1,opt,name=head,proto3" json:"head,omitempty"`
-	// The last bytes, from tail_offset on; empty when head holds everything.
+	// The last bytes, from tail_offset on; empty when head is everything.
 	Tail []byte `protobuf:"bytes,2,opt,name=tail,proto3" json:"tail,omitempty"`
 	// Offset of tail's first byte.
 	TailOffset    uint64 `protobuf:"varint,3,opt,name=tail_offset,json=tailOffset,proto3" json:"tail_offset,omitempty"`
@@ -1286,7 +1286,7 @@ type AttachOpen struct {
 	StdoutOffset uint64 `protobuf:"varint,3,opt,name=stdout_offset,json=stdoutOffset,proto3" json:"stdout_offset,omitempty"`
 	// Send stderr from this offset on.
 	StderrOffset uint64 `protobuf:"varint,4,opt,name=stderr_offset,json=stderrOffset,proto3" json:"stderr_offset,omitempty"`
-	// Take over stdin and the terminal from whoever had them.
+	// Take over stdin and the terminal from their owner.
 	OwnInput bool `protobuf:"varint,5,opt,name=own_input,json=ownInput,proto3" json:"own_input,omitempty"`
 	// Go on after the leader's exit until the output is sealed.
 	UntilSealed bool `protobuf:"varint,6,opt,name=until_sealed,json=untilSealed,proto3" json:"until_sealed,omitempty"`
@@ -1375,9 +1375,9 @@ func (x *AttachOpen) GetStreams() []v1.Stream {
 	return nil
 }
 
-// AttachInput is a piece of stdin. Bytes that were taken already are not taken again; a gap is refused
+// AttachInput is a part of stdin. Bytes that were taken already are not taken again; a gap is refused
 // with INVALID_ARGUMENT. As long as at most 1 MiB is sent beyond what was acknowledged, input that the
-// command does not read holds up no signal and no size behind it. Bytes for a command that closed its
+// command does not read does not delay the signals and sizes behind it. Bytes for a command that closed its
 // stdin, or has ended, are acknowledged and dropped.
 type AttachInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1662,13 +1662,13 @@ func (x *ReadRequest) GetWait() *durationpb.Duration {
 	return nil
 }
 
-// ReadResponse holds bytes.
+// ReadResponse is a part of the output.
 type ReadResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The bytes, from the asked offset on.
 	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
-	// Facts about the stream.
-	Facts *v1.OutputFacts `protobuf:"bytes,2,opt,name=facts,proto3" json:"facts,omitempty"`
+	// Stats about the stream.
+	Stats *v1.OutputStats `protobuf:"bytes,2,opt,name=stats,proto3" json:"stats,omitempty"`
 	// When offset was dropped: nothing in data, and the next offset that is kept.
 	NextKept      uint64 `protobuf:"varint,3,opt,name=next_kept,json=nextKept,proto3" json:"next_kept,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1712,9 +1712,9 @@ func (x *ReadResponse) GetData() []byte {
 	return nil
 }
 
-func (x *ReadResponse) GetFacts() *v1.OutputFacts {
+func (x *ReadResponse) GetStats() *v1.OutputStats {
 	if x != nil {
-		return x.Facts
+		return x.Stats
 	}
 	return nil
 }
@@ -2075,7 +2075,7 @@ func (x *SignalRequest) GetSignal() uint32 {
 	return 0
 }
 
-// SignalResponse holds the status as it was then.
+// SignalResponse is the status as it was then.
 type SignalResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The status.
@@ -2185,7 +2185,7 @@ func (x *StopRequest) GetReason() string {
 	return ""
 }
 
-// StopResponse holds the status.
+// StopResponse is the final status.
 type StopResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Done.
@@ -2240,7 +2240,7 @@ type ListRequest struct {
 	Wait *durationpb.Duration `protobuf:"bytes,2,opt,name=wait,proto3" json:"wait,omitempty"`
 	// At most this many statuses; 0 is 1000.
 	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
-	// Only durable jobs: what a short attached command does then wakes nobody.
+	// Only durable jobs: short attached commands do not end the wait then.
 	DurableOnly   bool `protobuf:"varint,4,opt,name=durable_only,json=durableOnly,proto3" json:"durable_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2304,7 +2304,7 @@ func (x *ListRequest) GetDurableOnly() bool {
 	return false
 }
 
-// ListResponse holds the changes.
+// ListResponse is the changes.
 type ListResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// In the order of their cursors.
@@ -2432,7 +2432,7 @@ func (x *WaitRequest) GetWait() *durationpb.Duration {
 	return nil
 }
 
-// WaitResponse holds its status.
+// WaitResponse is its status.
 type WaitResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The status; done or not.
@@ -3359,7 +3359,7 @@ func (x *ReadFileRequest) GetLength() uint64 {
 	return 0
 }
 
-// ReadFileResponse is a piece.
+// ReadFileResponse is a part of the file.
 type ReadFileResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// In the first message only.
@@ -3423,7 +3423,7 @@ func (x *ReadFileResponse) GetData() []byte {
 	return nil
 }
 
-// WriteFileRequest is a piece.
+// WriteFileRequest is a part of the file.
 type WriteFileRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One of these.
@@ -3611,7 +3611,7 @@ func (x *DownloadRequest) GetPath() []byte {
 	return nil
 }
 
-// DownloadResponse is a piece of a tar stream.
+// DownloadResponse is a part of a tar stream.
 type DownloadResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The bytes.
@@ -3675,7 +3675,7 @@ func (x *DownloadResponse) GetTotalBytes() uint64 {
 	return 0
 }
 
-// UploadRequest is a piece.
+// UploadRequest is a part of the upload.
 type UploadRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One of these.
@@ -3834,7 +3834,7 @@ func (x *UploadResponse) GetTotalBytes() uint64 {
 	return 0
 }
 
-// GlobRequest holds a pattern.
+// GlobRequest is a pattern.
 type GlobRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The directory to search.
@@ -3898,7 +3898,7 @@ func (x *GlobRequest) GetLimit() uint32 {
 	return 0
 }
 
-// GlobResponse holds the matches.
+// GlobResponse is the matches.
 type GlobResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// By name.
@@ -3953,7 +3953,7 @@ func (x *GlobResponse) GetTruncated() bool {
 	return false
 }
 
-// GrepRequest holds an expression.
+// GrepRequest is an expression.
 type GrepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The file or directory to search.
@@ -4044,7 +4044,7 @@ func (x *GrepRequest) GetLimit() uint32 {
 	return 0
 }
 
-// GrepResponse holds the matches.
+// GrepResponse is the matches.
 type GrepResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// By file and line.
@@ -4346,8 +4346,8 @@ func (x *WatchDirectoryResponse) GetOldPath() []byte {
 	return nil
 }
 
-// JobRecord is what the guest's spool holds of a job, in the file "job" of its directory, written
-// before the command begins. It never holds a secret.
+// JobRecord is the guest's record of a job, in the file "job" of its directory, written before the
+// command begins. It never contains a secret.
 type JobRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// job_….
@@ -4517,8 +4517,8 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\aboot_id\x18\x03 \x01(\tR\x06bootId\x12\x12\n" +
 	"\x04done\x18\x04 \x01(\bR\x04done\x12+\n" +
 	"\aoutcome\x18\x05 \x01(\v2\x11.berth.v1.OutcomeR\aoutcome\x12-\n" +
-	"\x06stdout\x18\x06 \x01(\v2\x15.berth.v1.OutputFactsR\x06stdout\x12-\n" +
-	"\x06stderr\x18\a \x01(\v2\x15.berth.v1.OutputFactsR\x06stderr\x129\n" +
+	"\x06stdout\x18\x06 \x01(\v2\x15.berth.v1.OutputStatsR\x06stdout\x12-\n" +
+	"\x06stderr\x18\a \x01(\v2\x15.berth.v1.OutputStatsR\x06stderr\x129\n" +
 	"\n" +
 	"start_time\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x125\n" +
 	"\bend_time\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\aendTime\x12\x14\n" +
@@ -4591,7 +4591,7 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\x04wait\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x04wait\"l\n" +
 	"\fReadResponse\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12+\n" +
-	"\x05facts\x18\x02 \x01(\v2\x15.berth.v1.OutputFactsR\x05facts\x12\x1b\n" +
+	"\x05stats\x18\x02 \x01(\v2\x15.berth.v1.OutputStatsR\x05stats\x12\x1b\n" +
 	"\tnext_kept\x18\x03 \x01(\x04R\bnextKept\"Q\n" +
 	"\fInputRequest\x12\x15\n" +
 	"\x06job_id\x18\x01 \x01(\tR\x05jobId\x12\x16\n" +
@@ -4879,7 +4879,7 @@ var file_berth_guest_v1_guest_proto_goTypes = []any{
 	(*v1.TerminalSize)(nil),               // 68: berth.v1.TerminalSize
 	(*durationpb.Duration)(nil),           // 69: google.protobuf.Duration
 	(*v1.Outcome)(nil),                    // 70: berth.v1.Outcome
-	(*v1.OutputFacts)(nil),                // 71: berth.v1.OutputFacts
+	(*v1.OutputStats)(nil),                // 71: berth.v1.OutputStats
 	(v1.Stream)(0),                        // 72: berth.v1.Stream
 	(*v1.OutputChunk)(nil),                // 73: berth.v1.OutputChunk
 	(*v1.OutputGap)(nil),                  // 74: berth.v1.OutputGap
@@ -4898,8 +4898,8 @@ var file_berth_guest_v1_guest_proto_depIdxs = []int32{
 	69, // 6: berth.guest.v1.Command.timeout:type_name -> google.protobuf.Duration
 	69, // 7: berth.guest.v1.Command.kill_grace:type_name -> google.protobuf.Duration
 	70, // 8: berth.guest.v1.Status.outcome:type_name -> berth.v1.Outcome
-	71, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputFacts
-	71, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputFacts
+	71, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputStats
+	71, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputStats
 	66, // 11: berth.guest.v1.Status.start_time:type_name -> google.protobuf.Timestamp
 	66, // 12: berth.guest.v1.Status.end_time:type_name -> google.protobuf.Timestamp
 	69, // 13: berth.guest.v1.Status.cpu_time:type_name -> google.protobuf.Duration
@@ -4921,7 +4921,7 @@ var file_berth_guest_v1_guest_proto_depIdxs = []int32{
 	5,  // 29: berth.guest.v1.AttachResponse.done:type_name -> berth.guest.v1.Status
 	72, // 30: berth.guest.v1.ReadRequest.stream:type_name -> berth.v1.Stream
 	69, // 31: berth.guest.v1.ReadRequest.wait:type_name -> google.protobuf.Duration
-	71, // 32: berth.guest.v1.ReadResponse.facts:type_name -> berth.v1.OutputFacts
+	71, // 32: berth.guest.v1.ReadResponse.stats:type_name -> berth.v1.OutputStats
 	68, // 33: berth.guest.v1.ResizeRequest.size:type_name -> berth.v1.TerminalSize
 	5,  // 34: berth.guest.v1.SignalResponse.status:type_name -> berth.guest.v1.Status
 	69, // 35: berth.guest.v1.StopRequest.grace:type_name -> google.protobuf.Duration

@@ -4,8 +4,8 @@
 // - protoc             (unknown)
 // source: berth/guest/v1/guest.proto
 
-// Package berth.guest.v1 is what the broker and the guest in a machine say to each other. The guest
-// serves it on connections that it dialled out, and on its own unix socket for berth-guest bridge.
+// Package berth.guest.v1 is the protocol between the broker and the guest in a machine. The guest
+// serves it on connections that it dialled, and on its own unix socket for berth-guest bridge.
 //
 // Rules of the protocol:
 //   - Hello is the first call on every connection; any other before it is refused with
@@ -62,7 +62,7 @@ type GuestServiceClient interface {
 	// command that cannot start is a status with FAILED_TO_START, not an error.
 	Start(ctx context.Context, in *StartRequest, opts ...grpc.CallOption) (*StartResponse, error)
 	// Run is Start, Wait and the first and last bytes of both streams in one call, for short
-	// attached commands. When the connection breaks, the job's disconnect rule holds.
+	// attached commands. When the connection breaks, the job's disconnect rule applies.
 	Run(ctx context.Context, in *RunRequest, opts ...grpc.CallOption) (*RunResponse, error)
 	// Attach sends output from given offsets as it comes, and takes input, sizes and signals. It ends
 	// with the job, or with until_sealed when its output is sealed; a half-close by the caller ends
@@ -72,10 +72,10 @@ type GuestServiceClient interface {
 	// NO_TERMINAL for a size where there is no terminal; and those of Start.
 	Attach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachRequest, AttachResponse], error)
 	// Read returns bytes of one stream from an offset. For an offset that was dropped there are none, and
-	// next_kept says where to go on. Errors: NOT_FOUND.
+	// next_kept is the next offset that is kept. Errors: NOT_FOUND.
 	Read(ctx context.Context, in *ReadRequest, opts ...grpc.CallOption) (*ReadResponse, error)
 	// Input writes to a job's stdin at an offset; bytes already taken are not taken again. It takes what
-	// there is room for (1 MiB waits for the command), which after a second may be nothing. Errors:
+	// fits into its buffer (1 MiB), which after a second may be nothing. Errors:
 	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
 	// owns the input, INPUT_CLOSED.
 	Input(ctx context.Context, in *InputRequest, opts ...grpc.CallOption) (*InputResponse, error)
@@ -96,8 +96,8 @@ type GuestServiceClient interface {
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (*ListResponse, error)
 	// Wait answers when a job's leader has ended and its output was drained, or the wait is over.
 	Wait(ctx context.Context, in *WaitRequest, opts ...grpc.CallOption) (*WaitResponse, error)
-	// Forget removes finished jobs and their spool, once the broker has them at home. Jobs that are
-	// not there are success; jobs that are not finished stay and are named in the answer. A job that
+	// Forget removes finished jobs and their spool, once the broker has stored them. Unknown jobs are
+	// success; jobs that are not finished stay and are named in the answer. A job that
 	// left processes running loses its spool and its place in List, but Stop still finds it.
 	Forget(ctx context.Context, in *ForgetRequest, opts ...grpc.CallOption) (*ForgetResponse, error)
 	// Quiesce prepares for a suspend, snapshot or fork: flushes, and stops counting time.
@@ -282,7 +282,7 @@ type GuestServiceServer interface {
 	// command that cannot start is a status with FAILED_TO_START, not an error.
 	Start(context.Context, *StartRequest) (*StartResponse, error)
 	// Run is Start, Wait and the first and last bytes of both streams in one call, for short
-	// attached commands. When the connection breaks, the job's disconnect rule holds.
+	// attached commands. When the connection breaks, the job's disconnect rule applies.
 	Run(context.Context, *RunRequest) (*RunResponse, error)
 	// Attach sends output from given offsets as it comes, and takes input, sizes and signals. It ends
 	// with the job, or with until_sealed when its output is sealed; a half-close by the caller ends
@@ -292,10 +292,10 @@ type GuestServiceServer interface {
 	// NO_TERMINAL for a size where there is no terminal; and those of Start.
 	Attach(grpc.BidiStreamingServer[AttachRequest, AttachResponse]) error
 	// Read returns bytes of one stream from an offset. For an offset that was dropped there are none, and
-	// next_kept says where to go on. Errors: NOT_FOUND.
+	// next_kept is the next offset that is kept. Errors: NOT_FOUND.
 	Read(context.Context, *ReadRequest) (*ReadResponse, error)
 	// Input writes to a job's stdin at an offset; bytes already taken are not taken again. It takes what
-	// there is room for (1 MiB waits for the command), which after a second may be nothing. Errors:
+	// fits into its buffer (1 MiB), which after a second may be nothing. Errors:
 	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
 	// owns the input, INPUT_CLOSED.
 	Input(context.Context, *InputRequest) (*InputResponse, error)
@@ -316,8 +316,8 @@ type GuestServiceServer interface {
 	List(context.Context, *ListRequest) (*ListResponse, error)
 	// Wait answers when a job's leader has ended and its output was drained, or the wait is over.
 	Wait(context.Context, *WaitRequest) (*WaitResponse, error)
-	// Forget removes finished jobs and their spool, once the broker has them at home. Jobs that are
-	// not there are success; jobs that are not finished stay and are named in the answer. A job that
+	// Forget removes finished jobs and their spool, once the broker has stored them. Unknown jobs are
+	// success; jobs that are not finished stay and are named in the answer. A job that
 	// left processes running loses its spool and its place in List, but Stop still finds it.
 	Forget(context.Context, *ForgetRequest) (*ForgetResponse, error)
 	// Quiesce prepares for a suspend, snapshot or fork: flushes, and stops counting time.

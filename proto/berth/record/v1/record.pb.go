@@ -36,8 +36,8 @@ const (
 	MachineState_MACHINE_STATE_INTENDED MachineState = 1
 	// The provider booted it.
 	MachineState_MACHINE_STATE_BOOTED MachineState = 2
-	// It is to be destroyed; sticky.
-	MachineState_MACHINE_STATE_DOOMED MachineState = 3
+	// It is to be destroyed, for good.
+	MachineState_MACHINE_STATE_TERMINATING MachineState = 3
 	// The provider confirmed that it is gone.
 	MachineState_MACHINE_STATE_GONE MachineState = 4
 )
@@ -48,14 +48,14 @@ var (
 		0: "MACHINE_STATE_UNSPECIFIED",
 		1: "MACHINE_STATE_INTENDED",
 		2: "MACHINE_STATE_BOOTED",
-		3: "MACHINE_STATE_DOOMED",
+		3: "MACHINE_STATE_TERMINATING",
 		4: "MACHINE_STATE_GONE",
 	}
 	MachineState_value = map[string]int32{
 		"MACHINE_STATE_UNSPECIFIED": 0,
 		"MACHINE_STATE_INTENDED":    1,
 		"MACHINE_STATE_BOOTED":      2,
-		"MACHINE_STATE_DOOMED":      3,
+		"MACHINE_STATE_TERMINATING": 3,
 		"MACHINE_STATE_GONE":        4,
 	}
 )
@@ -485,9 +485,11 @@ type MachineRecord struct {
 	// The pool that made it.
 	Pool string `protobuf:"bytes,15,opt,name=pool,proto3" json:"pool,omitempty"`
 	// What it was booted with, so that it can be booted again; its token is not in it.
-	Spec          *MachineSpec `protobuf:"bytes,16,opt,name=spec,proto3" json:"spec,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Spec *MachineSpec `protobuf:"bytes,16,opt,name=spec,proto3" json:"spec,omitempty"`
+	// Its provider suspended it by stopping it: its processes are gone because that was asked for.
+	StoppedBySuspend bool `protobuf:"varint,17,opt,name=stopped_by_suspend,json=stoppedBySuspend,proto3" json:"stopped_by_suspend,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *MachineRecord) Reset() {
@@ -632,6 +634,13 @@ func (x *MachineRecord) GetSpec() *MachineSpec {
 	return nil
 }
 
+func (x *MachineRecord) GetStoppedBySuspend() bool {
+	if x != nil {
+		return x.StoppedBySuspend
+	}
+	return false
+}
+
 // JobRecord is the value of jobs/<id>. Once DONE it is the receipt, and never changes but by being
 // removed.
 type JobRecord struct {
@@ -661,10 +670,10 @@ type JobRecord struct {
 	Detached bool `protobuf:"varint,11,opt,name=detached,proto3" json:"detached,omitempty"`
 	// How it ended.
 	Outcome *v1.Outcome `protobuf:"bytes,12,opt,name=outcome,proto3" json:"outcome,omitempty"`
-	// Facts about stdout; kept is what lies at home.
-	Stdout *v1.OutputFacts `protobuf:"bytes,13,opt,name=stdout,proto3" json:"stdout,omitempty"`
-	// Facts about stderr; kept is what lies at home.
-	Stderr *v1.OutputFacts `protobuf:"bytes,14,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	// Stats about stdout; kept is what is stored here.
+	Stdout *v1.OutputStats `protobuf:"bytes,13,opt,name=stdout,proto3" json:"stdout,omitempty"`
+	// Stats about stderr; kept is what is stored here.
+	Stderr *v1.OutputStats `protobuf:"bytes,14,opt,name=stderr,proto3" json:"stderr,omitempty"`
 	// When it was accepted.
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// When the guest began it.
@@ -801,14 +810,14 @@ func (x *JobRecord) GetOutcome() *v1.Outcome {
 	return nil
 }
 
-func (x *JobRecord) GetStdout() *v1.OutputFacts {
+func (x *JobRecord) GetStdout() *v1.OutputStats {
 	if x != nil {
 		return x.Stdout
 	}
 	return nil
 }
 
-func (x *JobRecord) GetStderr() *v1.OutputFacts {
+func (x *JobRecord) GetStderr() *v1.OutputStats {
 	if x != nil {
 		return x.Stderr
 	}
@@ -988,7 +997,7 @@ type OperationRecord struct {
 	Namespace string `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// What it does.
 	Kind OperationKind `protobuf:"varint,3,opt,name=kind,proto3,enum=berth.record.v1.OperationKind" json:"kind,omitempty"`
-	// The step to do next. An unknown one halts the operation.
+	// The step to do next. An unknown one blocks the operation.
 	Step string `protobuf:"bytes,4,opt,name=step,proto3" json:"step,omitempty"`
 	// How often that step was begun.
 	Attempts uint32 `protobuf:"varint,5,opt,name=attempts,proto3" json:"attempts,omitempty"`
@@ -1415,7 +1424,7 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\aoptions\x18\x05 \x03(\v2).berth.record.v1.MachineSpec.OptionsEntryR\aoptions\x1a:\n" +
 	"\fOptionsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc2\x04\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf0\x04\n" +
 	"\rMachineRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1a\n" +
 	"\bprovider\x18\x02 \x01(\tR\bprovider\x12\x1d\n" +
@@ -1438,7 +1447,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\vcreate_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12\x12\n" +
 	"\x04pool\x18\x0f \x01(\tR\x04pool\x120\n" +
-	"\x04spec\x18\x10 \x01(\v2\x1c.berth.record.v1.MachineSpecR\x04spec\"\x82\a\n" +
+	"\x04spec\x18\x10 \x01(\v2\x1c.berth.record.v1.MachineSpecR\x04spec\x12,\n" +
+	"\x12stopped_by_suspend\x18\x11 \x01(\bR\x10stoppedBySuspend\"\x82\a\n" +
 	"\tJobRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
@@ -1457,8 +1467,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	" \x01(\fR\rsealedSecrets\x12\x1a\n" +
 	"\bdetached\x18\v \x01(\bR\bdetached\x12+\n" +
 	"\aoutcome\x18\f \x01(\v2\x11.berth.v1.OutcomeR\aoutcome\x12-\n" +
-	"\x06stdout\x18\r \x01(\v2\x15.berth.v1.OutputFactsR\x06stdout\x12-\n" +
-	"\x06stderr\x18\x0e \x01(\v2\x15.berth.v1.OutputFactsR\x06stderr\x12;\n" +
+	"\x06stdout\x18\r \x01(\v2\x15.berth.v1.OutputStatsR\x06stdout\x12-\n" +
+	"\x06stderr\x18\x0e \x01(\v2\x15.berth.v1.OutputStatsR\x06stderr\x12;\n" +
 	"\vcreate_time\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x129\n" +
 	"\n" +
@@ -1525,12 +1535,12 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\n" +
 	"machine_id\x18\x05 \x01(\tR\tmachineId\x12\x15\n" +
 	"\x06job_id\x18\x06 \x01(\tR\x05jobId\x12\x18\n" +
-	"\amessage\x18\a \x01(\tR\amessage*\x95\x01\n" +
+	"\amessage\x18\a \x01(\tR\amessage*\x9a\x01\n" +
 	"\fMachineState\x12\x1d\n" +
 	"\x19MACHINE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16MACHINE_STATE_INTENDED\x10\x01\x12\x18\n" +
-	"\x14MACHINE_STATE_BOOTED\x10\x02\x12\x18\n" +
-	"\x14MACHINE_STATE_DOOMED\x10\x03\x12\x16\n" +
+	"\x14MACHINE_STATE_BOOTED\x10\x02\x12\x1d\n" +
+	"\x19MACHINE_STATE_TERMINATING\x10\x03\x12\x16\n" +
 	"\x12MACHINE_STATE_GONE\x10\x04*\xb9\x01\n" +
 	"\rOperationKind\x12\x1e\n" +
 	"\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
@@ -1581,7 +1591,7 @@ var file_berth_record_v1_record_proto_goTypes = []any{
 	(v1.JobState)(0),              // 23: berth.v1.JobState
 	(*v1.JobSpec)(nil),            // 24: berth.v1.JobSpec
 	(*v1.Outcome)(nil),            // 25: berth.v1.Outcome
-	(*v1.OutputFacts)(nil),        // 26: berth.v1.OutputFacts
+	(*v1.OutputStats)(nil),        // 26: berth.v1.OutputStats
 }
 var file_berth_record_v1_record_proto_depIdxs = []int32{
 	15, // 0: berth.record.v1.SandboxRecord.state:type_name -> berth.v1.SandboxState
@@ -1603,8 +1613,8 @@ var file_berth_record_v1_record_proto_depIdxs = []int32{
 	23, // 16: berth.record.v1.JobRecord.state:type_name -> berth.v1.JobState
 	24, // 17: berth.record.v1.JobRecord.spec:type_name -> berth.v1.JobSpec
 	25, // 18: berth.record.v1.JobRecord.outcome:type_name -> berth.v1.Outcome
-	26, // 19: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputFacts
-	26, // 20: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputFacts
+	26, // 19: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputStats
+	26, // 20: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputStats
 	20, // 21: berth.record.v1.JobRecord.create_time:type_name -> google.protobuf.Timestamp
 	20, // 22: berth.record.v1.JobRecord.start_time:type_name -> google.protobuf.Timestamp
 	20, // 23: berth.record.v1.JobRecord.end_time:type_name -> google.protobuf.Timestamp

@@ -10,13 +10,12 @@ import (
 	"time"
 )
 
-// bridgeBuffer is the size of a piece, in bytes: what a WebSocket frame of a terminal takes.
+// bridgeBuffer is the size of a read, in bytes: what a WebSocket frame of a terminal takes.
 const bridgeBuffer = 32 << 10
 
 // bridge connects stdin and stdout with the guest's socket. Once it is connected it writes the
-// sentinel, by which the other side knows where the terminal's own chatter ends. It ends when either
-// side ends, or when nothing came from stdin for idle: the broker pings more often than that, and
-// whoever runs the bridge may have forgotten it.
+// sentinel, which marks the end of the terminal's own output. It ends when either side ends, or when stdin
+// was idle for too long: the broker pings more often than that, so it is gone.
 func bridge(arguments []string) error {
 	flags := newFlags("bridge")
 	socket := flags.String("socket", "", "")
@@ -43,42 +42,42 @@ func bridge(arguments []string) error {
 	}
 	watchdog := time.NewTimer(*idle)
 	defer watchdog.Stop()
-	heard := make(chan struct{}, 1)
+	activity := make(chan struct{}, 1)
 	ended := make(chan error, 2)
-	// The process ends with this function, and these two with it: a read of stdin cannot be undone.
-	go func() { ended <- pass(conn, os.Stdin, heard) }()
+	// The process ends with this function, and these two with it: a read of stdin cannot be interrupted.
+	go func() { ended <- pass(conn, os.Stdin, activity) }()
 	go func() { ended <- pass(os.Stdout, conn, nil) }()
 	for {
 		select {
 		case err := <-ended:
 			return err
-		case <-heard:
+		case <-activity:
 			watchdog.Reset(*idle)
 		case <-watchdog.C:
-			return fmt.Errorf("nothing came for %v", *idle)
+			return fmt.Errorf("nothing was received for %v", *idle)
 		}
 	}
 }
 
-// pass copies until the end of from, and gives heard a token for each piece.
-func pass(to io.Writer, from io.Reader, heard chan<- struct{}) error {
+// pass copies from until its end and puts a token into activity for each read.
+func pass(to io.Writer, from io.Reader, activity chan<- struct{}) error {
 	buffer := make([]byte, bridgeBuffer)
 	for {
 		n, err := from.Read(buffer)
 		if n > 0 {
 			select {
-			case heard <- struct{}{}: // never, when it is nil
+			case activity <- struct{}{}: // never, when it is nil
 			default:
 			}
 			if _, err := to.Write(buffer[:n]); err != nil {
-				return fmt.Errorf("pass bytes on: %w", err)
+				return fmt.Errorf("forward bytes: %w", err)
 			}
 		}
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err != nil {
-			return fmt.Errorf("read bytes to pass on: %w", err)
+			return fmt.Errorf("read bytes to forward: %w", err)
 		}
 	}
 }

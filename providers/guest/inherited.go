@@ -1,0 +1,135 @@
+package guest
+
+import (
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+)
+
+const (
+	// defaultUmask is that of a fresh login.
+	defaultUmask = 0o022
+	// stackBytes is the soft limit of a stack, as Linux sets it.
+	stackBytes = 8 << 20
+	// reservedThreads are created at boot: a guest that cannot create a thread dies, and a job may use up the
+	// machine's processes.
+	reservedThreads = 12
+	// reserveTime is how long each of them blocks, so that all exist at the same time.
+	reserveTime = 20 * time.Millisecond
+)
+
+// resetInherited replaces what the process that started the guest had changed for itself, since every job
+// inherits it: ignored signals, umask, nice value and limits. The limits of a container are its engine's, and
+// stay.
+func resetInherited(config *guestv1.BootConfig, log *slog.Logger) {
+	syscall.Umask(defaultUmask)
+	for _, reset := range []func() error{resetSignals, resetNice} {
+		if err := reset(); err != nil {
+			log.Warn("jobs inherit a property of the process that started the guest", "error", err)
+		}
+	}
+	if os.Getpid() != 1 || config.GetMountProc() {
+		resetLimits()
+	}
+}
+
+// UnblockSignals starts the program again if signals are blocked, which a job would inherit and the runtime
+// keeps for all its threads. It comes first in a program.
+func UnblockSignals() error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var blocked, none unix.Sigset_t
+	if err := unix.PthreadSigmask(unix.SIG_SETMASK, &none, &blocked); err != nil {
+		return fmt.Errorf("unblock signals: %w", err)
+	}
+	if blocked == none {
+		return nil
+	}
+	return fmt.Errorf("start again without blocked signals: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))
+}
+
+// resetSignals handles the signals that are ignored, by dropping them: a handler, unlike SIG_IGN, ends with the
+// exec of a job.
+func resetSignals() error {
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return fmt.Errorf("read the ignored signals: %w", err)
+	}
+	dropped := make(chan os.Signal, 1) // which is never received from
+	for line := range strings.Lines(string(status)) {
+		mask, found := strings.CutPrefix(line, "SigIgn:")
+		if !found {
+			continue
+		}
+		ignored, err := strconv.ParseUint(strings.TrimSpace(mask), 16, 64)
+		if err != nil {
+			return fmt.Errorf("read the ignored signals: %w", err)
+		}
+		for number := 1; number <= 64; number++ {
+			if ignored&(1<<(number-1)) != 0 {
+				signal.Notify(dropped, syscall.Signal(number))
+			}
+		}
+	}
+	return nil
+}
+
+// resetNice sets the nice value of every thread to 0.
+func resetNice() error {
+	threads, err := filepath.Glob("/proc/self/task/*")
+	if err != nil {
+		return fmt.Errorf("list the guest's threads: %w", err)
+	}
+	for _, thread := range threads {
+		id, err := strconv.Atoi(filepath.Base(thread))
+		if err != nil {
+			continue
+		}
+		if err := unix.Setpriority(unix.PRIO_PROCESS, id, 0); err != nil && err != unix.ESRCH {
+			return fmt.Errorf("reset the nice value: %w", err)
+		}
+	}
+	return nil
+}
+
+// resetLimits lifts limits, as far as the guest may. The limit of open files stays.
+func resetLimits() {
+	unlimited := uint64(unix.RLIM_INFINITY)
+	for resource, soft := range map[int]uint64{
+		unix.RLIMIT_CPU: unlimited, unix.RLIMIT_FSIZE: unlimited, unix.RLIMIT_DATA: unlimited, unix.RLIMIT_AS: unlimited,
+		unix.RLIMIT_RSS: unlimited, unix.RLIMIT_STACK: stackBytes, unix.RLIMIT_CORE: 0,
+	} {
+		if unix.Setrlimit(resource, &unix.Rlimit{Cur: soft, Max: unlimited}) == nil {
+			continue
+		}
+		var limit unix.Rlimit
+		if unix.Getrlimit(resource, &limit) == nil {
+			limit.Cur = min(soft, limit.Max)
+			_ = unix.Setrlimit(resource, &limit)
+		}
+	}
+}
+
+// reserveThreads has the runtime create threads, which it keeps.
+func reserveThreads() {
+	var blocked sync.WaitGroup
+	for range reservedThreads {
+		blocked.Go(func() {
+			pause := unix.NsecToTimespec(int64(reserveTime))
+			_ = unix.Nanosleep(&pause, nil)
+		})
+	}
+	blocked.Wait()
+}
