@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -63,25 +64,68 @@ func UnblockSignals() error {
 // resetSignals handles the signals that are ignored, by dropping them: a handler, unlike SIG_IGN, ends with the
 // exec of a job.
 func resetSignals() error {
-	status, err := os.ReadFile("/proc/self/status")
+	ignored, err := ignoredSignals()
 	if err != nil {
-		return fmt.Errorf("read the ignored signals: %w", err)
+		return err
 	}
 	dropped := make(chan os.Signal, 1) // which is never received from
+	for _, number := range ignored {
+		signal.Notify(dropped, number)
+	}
+	// The runtime installs no handler for those that C libraries keep to themselves, 32 to 34.
+	if ignored, err = ignoredSignals(); err != nil {
+		return err
+	}
+	for _, number := range ignored {
+		if err := setDisposition(number, dispositionDefault); err != nil {
+			return fmt.Errorf("reset %v: %w", number, err)
+		}
+	}
+	return nil
+}
+
+// ignoredSignals lists the signals that this process ignores.
+func ignoredSignals() ([]syscall.Signal, error) {
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return nil, fmt.Errorf("read the ignored signals: %w", err)
+	}
+	var ignored []syscall.Signal
 	for line := range strings.Lines(string(status)) {
-		mask, found := strings.CutPrefix(line, "SigIgn:")
+		digits, found := strings.CutPrefix(line, "SigIgn:")
 		if !found {
 			continue
 		}
-		ignored, err := strconv.ParseUint(strings.TrimSpace(mask), 16, 64)
+		mask, err := strconv.ParseUint(strings.TrimSpace(digits), 16, 64)
 		if err != nil {
-			return fmt.Errorf("read the ignored signals: %w", err)
+			return nil, fmt.Errorf("read the ignored signals: %w", err)
 		}
-		for number := 1; number <= 64; number++ {
-			if ignored&(1<<(number-1)) != 0 {
-				signal.Notify(dropped, syscall.Signal(number))
+		for number := 1; number <= signalCount; number++ {
+			if mask&(1<<(number-1)) != 0 {
+				ignored = append(ignored, syscall.Signal(number))
 			}
 		}
+	}
+	return ignored, nil
+}
+
+// Linux has 64 signals on every architecture that Go knows but MIPS.
+const signalCount = 64
+
+// What a process does on a signal: SIG_DFL and SIG_IGN of signal.h.
+const (
+	dispositionDefault = 0
+	dispositionIgnore  = 1
+)
+
+// setDisposition asks the kernel itself, past the runtime and any C library, which refuse the signals that they
+// keep to themselves.
+func setDisposition(number syscall.Signal, handler uintptr) error {
+	// The kernel's struct sigaction on amd64 and arm64: handler, flags, restorer, mask.
+	action := struct{ handler, flags, restorer, mask uintptr }{handler: handler}
+	_, _, errno := unix.RawSyscall6(unix.SYS_RT_SIGACTION, uintptr(number), uintptr(unsafe.Pointer(&action)), 0, signalCount/8, 0, 0) //nolint:gosec // package unix has no call of this name
+	if errno != 0 {
+		return errno
 	}
 	return nil
 }

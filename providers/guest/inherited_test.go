@@ -2,14 +2,20 @@ package guest
 
 import (
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/berth-sandbox/berth/conformance/testenv"
 )
 
 func TestAJobInheritsNothingOfWhoStartedTheGuest(t *testing.T) {
-	testenv.Root(t) // to raise limits and the nice value
-	t.Parallel()
+	testenv.Root(t)                                     // to raise limits and the nice value
+	for _, reserved := range []syscall.Signal{32, 34} { // no program can ignore them by its C library
+		if err := setDisposition(reserved, dispositionIgnore); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = setDisposition(reserved, dispositionDefault) })
+	}
 	m := bootAs(t, manner{script: `
 		trap '' HUP INT QUIT USR1 USR2 PIPE CHLD TSTP RTMIN+3
 		umask 077
