@@ -31,23 +31,23 @@ func TestMain(m *testing.M) {
 	fixture.Main(m)
 }
 
-// world is a broker that runs, and a client of it.
-type world struct {
+// harness is a broker that runs, and a client of it.
+type harness struct {
 	*fixture.Broker
 	*client.Client
 	ctx context.Context
 }
 
-func start(t *testing.T, args ...string) *world {
+func start(t *testing.T, args ...string) *harness {
 	t.Helper()
 	b := fixture.NewBroker(t, fixture.Build(t), append(fixture.ProviderFlags(t), args...)...)
 	b.Start(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	t.Cleanup(cancel)
-	return &world{Broker: b, Client: b.Client(t), ctx: ctx}
+	return &harness{Broker: b, Client: b.Client(t), ctx: ctx}
 }
 
-func (w *world) create(t *testing.T, spec *berthv1.SandboxSpec) *berthv1.Sandbox {
+func (w *harness) create(t *testing.T, spec *berthv1.SandboxSpec) *berthv1.Sandbox {
 	t.Helper()
 	reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{Spec: spec})
 	if err != nil {
@@ -56,7 +56,7 @@ func (w *world) create(t *testing.T, spec *berthv1.SandboxSpec) *berthv1.Sandbox
 	return reply.GetSandbox()
 }
 
-func (w *world) destroy(t *testing.T, id string) {
+func (w *harness) destroy(t *testing.T, id string) {
 	t.Helper()
 	reply, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: id})
 	if err != nil {
@@ -67,7 +67,7 @@ func (w *world) destroy(t *testing.T, id string) {
 	}
 }
 
-func (w *world) start(t *testing.T, sandbox, shell string) *berthv1.Job {
+func (w *harness) start(t *testing.T, sandbox, shell string) *berthv1.Job {
 	t.Helper()
 	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}})
 	if err != nil {
@@ -76,7 +76,7 @@ func (w *world) start(t *testing.T, sandbox, shell string) *berthv1.Job {
 	return reply.GetJob()
 }
 
-func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
+func (w *harness) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
 	t.Helper()
 	reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
 		SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}, TextOutput: true,
@@ -87,7 +87,7 @@ func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResp
 	return reply
 }
 
-func (w *world) wait(t *testing.T, job string) *berthv1.Job {
+func (w *harness) wait(t *testing.T, job string) *berthv1.Job {
 	t.Helper()
 	done, err := w.WaitJob(w.ctx, job)
 	if err != nil {
@@ -96,7 +96,7 @@ func (w *world) wait(t *testing.T, job string) *berthv1.Job {
 	return done
 }
 
-func (w *world) output(t *testing.T, job string) string {
+func (w *harness) output(t *testing.T, job string) string {
 	t.Helper()
 	data, gaps, err := w.ReadAllOutput(w.ctx, job, berthv1.Stream_STREAM_STDOUT)
 	if err != nil {
@@ -108,7 +108,7 @@ func (w *world) output(t *testing.T, job string) string {
 	return string(data)
 }
 
-func (w *world) restart(t *testing.T) {
+func (w *harness) restart(t *testing.T) {
 	t.Helper()
 	w.Kill(t)
 	w.Start(t)

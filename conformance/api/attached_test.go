@@ -20,7 +20,7 @@ import (
 )
 
 // attached runs a command with everything that an attached caller can give it.
-func (w *world) attached(t *testing.T, sandbox string, spec *berthv1.JobSpec, input io.Reader) (job *berthv1.Job, stdout, stderr string) {
+func (w *harness) attached(t *testing.T, sandbox string, spec *berthv1.JobSpec, input io.Reader) (job *berthv1.Job, stdout, stderr string) {
 	t.Helper()
 	var out, errs bytes.Buffer
 	job, err := w.Exec(w.ctx, sandbox, spec, client.ExecIO{Stdin: input, Stdout: &out, Stderr: &errs})

@@ -130,7 +130,7 @@ func refused(spec *berthv1.JobSpec, field string) func(*testing.T, *ground) {
 }
 
 // read reads all of a job's stream.
-func (w *world) read(t *testing.T, job string, stream berthv1.Stream) string {
+func (w *harness) read(t *testing.T, job string, stream berthv1.Stream) string {
 	t.Helper()
 	data, gaps, err := w.ReadAllOutput(w.ctx, job, stream)
 	if err != nil || len(gaps) > 0 {

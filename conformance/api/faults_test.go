@@ -91,7 +91,7 @@ func TestFiftySandboxesAtOnce(t *testing.T) {
 // story is one line of work that goes on while the broker is killed again and again: create, start,
 // stop, wait, destroy, each repeated with its request id until it is answered.
 type story struct {
-	w       *world
+	w       *harness
 	number  int
 	problem []string
 }
@@ -215,7 +215,7 @@ func TestKillsAtRandomMomentsLoseNothing(t *testing.T) {
 	}
 }
 
-func (w *world) state(t *testing.T, id string) berthv1.SandboxState {
+func (w *harness) state(t *testing.T, id string) berthv1.SandboxState {
 	t.Helper()
 	reply, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: id})
 	if err != nil {
@@ -265,7 +265,7 @@ func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
 // letEnd makes the file go in the sandbox's workspace while the broker is away, and waits until the guest has
 // written down how the job that waited for it ended. What a container's guest has written is not to be seen
 // from here: there, only time is left to wait for.
-func (w *world) letEnd(t *testing.T, sandbox *berthv1.Sandbox, job string) {
+func (w *harness) letEnd(t *testing.T, sandbox *berthv1.Sandbox, job string) {
 	t.Helper()
 	file := filepath.Join(sandbox.GetWorkspacePath(), "go")
 	if fixture.OnDocker() {

@@ -13,7 +13,7 @@ import (
 
 // killMachines ends the machines as a host's failure does: their guests are killed, and with them all
 // that ran there. The disks stay.
-func (w *world) killMachines(t *testing.T) {
+func (w *harness) killMachines(t *testing.T) {
 	t.Helper()
 	if fixture.OnDocker() {
 		w.docker(t, "kill", "--signal=KILL")
@@ -28,7 +28,7 @@ func (w *world) killMachines(t *testing.T) {
 }
 
 // removeMachines takes the machines away behind the broker's back, with their disks.
-func (w *world) removeMachines(t *testing.T) {
+func (w *harness) removeMachines(t *testing.T) {
 	t.Helper()
 	if fixture.OnDocker() {
 		w.docker(t, "rm", "--force", "--volumes")
@@ -47,7 +47,7 @@ func (w *world) removeMachines(t *testing.T) {
 }
 
 // docker does something to all containers of the broker, of which there is one at least.
-func (w *world) docker(t *testing.T, args ...string) {
+func (w *harness) docker(t *testing.T, args ...string) {
 	t.Helper()
 	containers, err := w.Containers()
 	if err != nil || len(containers) == 0 {
@@ -59,7 +59,7 @@ func (w *world) docker(t *testing.T, args ...string) {
 }
 
 // guests lists the pids of the guests on this host.
-func (w *world) guests() []int {
+func (w *harness) guests() []int {
 	var pids []int
 	for pid, command := range w.Processes() {
 		if strings.Contains(command, "berth-guest serve") {

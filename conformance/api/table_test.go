@@ -22,7 +22,7 @@ type row struct {
 
 // ground is where rows are tried: a broker, and one sandbox that they share.
 type ground struct {
-	*world
+	*harness
 	sandbox string
 	silence chan error // how a silent stream ended
 }
@@ -123,8 +123,8 @@ var weighty = []row{
 // What broker and guest may hold at their worst. The broker's has room for copying the guest to an
 // engine, which takes up to 110 MiB and has nothing to do with output: without it there are 60.
 const (
-	brokerMost = 160 << 20
-	guestMost  = 64 << 20
+	maxBrokerBytes = 160 << 20
+	maxGuestBytes  = 64 << 20
 )
 
 func TestMuchOutputFillsNoMemory(t *testing.T) {
@@ -135,8 +135,8 @@ func TestMuchOutputFillsNoMemory(t *testing.T) {
 			r.holds(t, g)
 			broker, guest := g.peaks(t)
 			t.Logf("at its worst the broker held %d MiB, the guest %d MiB", broker>>20, guest>>20)
-			if broker > brokerMost || guest > guestMost {
-				t.Errorf("the broker held up to %d MiB of %d, the guest %d of %d", broker>>20, brokerMost>>20, guest>>20, guestMost>>20)
+			if broker > maxBrokerBytes || guest > maxGuestBytes {
+				t.Errorf("the broker held up to %d MiB of %d, the guest %d of %d", broker>>20, maxBrokerBytes>>20, guest>>20, maxGuestBytes>>20)
 			}
 		})
 	}
@@ -147,7 +147,7 @@ func TestMuchOutputFillsNoMemory(t *testing.T) {
 func newGround(t *testing.T) *ground {
 	t.Helper()
 	w := start(t)
-	return &ground{world: w, sandbox: w.create(t, nil).GetId()}
+	return &ground{harness: w, sandbox: w.create(t, nil).GetId()}
 }
 
 // peaks are the bytes of memory that the broker and the sandbox's guest, which every job's leader is a
@@ -198,7 +198,7 @@ func unique() string {
 }
 
 // alive counts the sandbox's processes whose command line begins with a text.
-func (w *world) alive(t *testing.T, sandbox, text string) int {
+func (w *harness) alive(t *testing.T, sandbox, text string) int {
 	t.Helper()
 	reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
 		SandboxId: sandbox, Spec: argv("pgrep", "-fc", "^"+strings.ReplaceAll(text, ".", "[.]")), TextOutput: true,
@@ -214,7 +214,7 @@ func (w *world) alive(t *testing.T, sandbox, text string) int {
 }
 
 // wantAlive fails the test unless so many live, at once.
-func (w *world) wantAlive(t *testing.T, sandbox, text string, want int, who string) {
+func (w *harness) wantAlive(t *testing.T, sandbox, text string, want int, who string) {
 	t.Helper()
 	if got := w.alive(t, sandbox, text); got != want {
 		t.Errorf("%d processes of %s live, want %d", got, who, want)

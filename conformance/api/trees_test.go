@@ -13,7 +13,7 @@ import (
 
 // The table's rows of what a command starts and leaves.
 
-func (w *world) stop(t *testing.T, job string, grace time.Duration) *berthv1.Job {
+func (w *harness) stop(t *testing.T, job string, grace time.Duration) *berthv1.Job {
 	t.Helper()
 	reply, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: job, Grace: durationpb.New(grace)})
 	if err != nil {

@@ -174,10 +174,10 @@ func TestFailpointsHaveNamesOfTheirOwnThatBeginWithTheirRooms(t *testing.T) {
 			t.Errorf("%s and %s both have a failpoint %s", other, point.File, point.Name)
 		}
 		places[point.Name] = point.File
-		_, room, _ := arrows.RowOf(point.Room)
-		_, outer, _ := arrows.RowOf(path.Dir(point.Room)) // of a package inside another one
-		if !slices.ContainsFunc([]string{point.Room, room, outer}, func(dir string) bool { return hasPrefixWord(point.Name, path.Base(dir)) }) {
-			t.Errorf("%s:%d: the failpoint %s does not begin with %q, its room's name", point.File, point.Line, point.Name, path.Base(room))
+		_, row, _ := arrows.RowOf(point.Package)
+		_, outer, _ := arrows.RowOf(path.Dir(point.Package)) // of a package inside another one
+		if !slices.ContainsFunc([]string{point.Package, row, outer}, func(dir string) bool { return hasPrefixWord(point.Name, path.Base(dir)) }) {
+			t.Errorf("%s:%d: the failpoint %s does not begin with %q, its package's name", point.File, point.Line, point.Name, path.Base(row))
 		}
 	}
 }

@@ -24,42 +24,42 @@ import (
 func TestMain(m *testing.M) { fixture.Main(m) }
 
 const (
-	// hears is how long a call to a machine whose guest lies is waited for: an answer may never come.
-	hears = 8 * time.Second
-	// honestMost is how long a command in another machine may take meanwhile, on a busy host.
-	honestMost = 2 * time.Minute
-	// recordMost is the largest that a job may be shown as, in bytes.
-	recordMost = 64 << 10
+	// callTimeout is how long a call to a machine whose guest lies is waited for: an answer may never come.
+	callTimeout = 8 * time.Second
+	// honestTimeout is how long a command in another machine may take meanwhile, on a busy host.
+	honestTimeout = 2 * time.Minute
+	// maxRecordBytes is the largest that a job may be shown as, in bytes.
+	maxRecordBytes = 64 << 10
 	// script and its truth are what a lying machine is asked to run.
 	script   = "printf 12345; printf 678 >&2; exit 7"
 	truth    = "12345"
 	trueCode = 7
 )
 
-// world is a broker on the fake provider, a client of it, and the lies that its guests tell now.
-type world struct {
+// harness is a broker on the fake provider, a client of it, and the rules that change what its guests say.
+type harness struct {
 	*fixture.Broker
 	*client.Client
 	ctx    context.Context
-	fake   fake.World
+	fake   fake.Harness
 	honest string // a sandbox whose guest never lies
 
-	mu   sync.Mutex
-	lies map[string][]faultproxy.Lie // by machine
+	mu    sync.Mutex
+	rules map[string][]faultproxy.Rule // by machine
 }
 
-func start(t *testing.T) *world {
+func start(t *testing.T) *harness {
 	t.Helper()
 	b := fixture.NewBroker(t, fixture.Build(t), "--provider", "fake")
 	b.Start(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Minute)
 	t.Cleanup(cancel)
-	w := &world{Broker: b, Client: b.Client(t), ctx: ctx, fake: fake.At(filepath.Join(b.State(), "fake")), lies: map[string][]faultproxy.Lie{}}
-	if err := w.fake.Lie(); err != nil {
+	w := &harness{Broker: b, Client: b.Client(t), ctx: ctx, fake: fake.At(filepath.Join(b.State(), "fake")), rules: map[string][]faultproxy.Rule{}}
+	if err := w.fake.SetRules(); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := w.fake.Strike(context.Background()); err != nil {
+		if err := w.fake.Close(context.Background()); err != nil {
 			t.Error(err)
 		}
 	})
@@ -67,7 +67,7 @@ func start(t *testing.T) *world {
 	return w
 }
 
-func (w *world) create(t *testing.T) *berthv1.Sandbox {
+func (w *harness) create(t *testing.T) *berthv1.Sandbox {
 	t.Helper()
 	reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{})
 	if err != nil {
@@ -76,34 +76,34 @@ func (w *world) create(t *testing.T) *berthv1.Sandbox {
 	return reply.GetSandbox()
 }
 
-// lie makes a machine's guest tell these lies and no others.
-func (w *world) lie(t *testing.T, machine string, lies ...faultproxy.Lie) {
+// setRules has these rules and no others change what a machine's guest says.
+func (w *harness) setRules(t *testing.T, machine string, rules ...faultproxy.Rule) {
 	t.Helper()
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for i := range lies {
-		lies[i].Machine = machine
-		lies[i].ID = told(machine, i)
+	for i := range rules {
+		rules[i].Machine = machine
+		rules[i].ID = ruleID(machine, i)
 	}
-	w.lies[machine] = lies
-	var all []faultproxy.Lie
-	for _, some := range w.lies {
+	w.rules[machine] = rules
+	var all []faultproxy.Rule
+	for _, some := range w.rules {
 		all = append(all, some...)
 	}
-	if err := w.fake.Lie(all...); err != nil {
+	if err := w.fake.SetRules(all...); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func told(machine string, i int) string { return fmt.Sprintf("%s-%d", machine, i) }
+func ruleID(machine string, i int) string { return fmt.Sprintf("%s-%d", machine, i) }
 
-// wantTold fails a test whose lies were never told, for it has shown nothing.
-func (w *world) wantTold(t *testing.T, machine string, lies []faultproxy.Lie) {
+// wantApplied fails a test whose rules were never applied, for it has shown nothing.
+func (w *harness) wantApplied(t *testing.T, machine string, rules []faultproxy.Rule) {
 	t.Helper()
-	eventually(t, "none of its lies was told", func() bool {
+	eventually(t, "none of its rules was applied", func() bool {
 		times := 0
-		for i := range lies {
-			n, err := w.fake.Told(told(machine, i))
+		for i := range rules {
+			n, err := w.fake.Applied(ruleID(machine, i))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -116,7 +116,7 @@ func (w *world) wantTold(t *testing.T, machine string, lies []faultproxy.Lie) {
 // eventually fails the test with what is wrong unless it is right after a while.
 func eventually(t *testing.T, wrong string, right func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(settleMost); !right(); fixture.Pause(100 * time.Millisecond) {
+	for deadline := time.Now().Add(recoverTimeout); !right(); fixture.Pause(100 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Error(wrong)
 			return
@@ -125,9 +125,9 @@ func eventually(t *testing.T, wrong string, right func() bool) {
 }
 
 // wantOthersServed fails when a machine whose guest does not lie is not served as ever.
-func (w *world) wantOthersServed(t *testing.T) {
+func (w *harness) wantOthersServed(t *testing.T) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(w.ctx, honestMost)
+	ctx, cancel := context.WithTimeout(w.ctx, honestTimeout)
 	defer cancel()
 	ran, err := w.Jobs().RunCommand(ctx, &berthv1.RunCommandRequest{SandboxId: w.honest, Spec: &berthv1.JobSpec{Shell: script}})
 	if err != nil || ran.GetJob().GetOutcome().GetExitCode() != trueCode || string(ran.GetStdout().GetHead()) != truth {
@@ -136,7 +136,7 @@ func (w *world) wantOthersServed(t *testing.T) {
 }
 
 // wholeLog is all that the broker has logged.
-func (w *world) wholeLog(t *testing.T) string {
+func (w *harness) wholeLog(t *testing.T) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(w.Dir, "berthd.log"))
 	if err != nil {
@@ -145,27 +145,27 @@ func (w *world) wholeLog(t *testing.T) string {
 	return string(text)
 }
 
-// heard is what the broker said of a machine whose guest lies.
-type heard struct {
-	*world
+// observed is what the broker said of a machine whose guest lies.
+type observed struct {
+	*harness
 	t        *testing.T
 	row      row
 	sandbox  string
 	outcomes map[string]*berthv1.Outcome // by job
 }
 
-func (h *heard) call() (context.Context, context.CancelFunc) {
-	return context.WithTimeout(h.ctx, hears)
+func (h *observed) call() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(h.ctx, callTimeout)
 }
 
 // job checks a job as the broker shows it: an outcome is the true one or none that anybody could take for
 // one, and it never changes.
-func (h *heard) job(job *berthv1.Job) {
+func (h *observed) job(job *berthv1.Job) {
 	h.t.Helper()
 	if job == nil {
 		return
 	}
-	if size := proto.Size(job); size > recordMost {
+	if size := proto.Size(job); size > maxRecordBytes {
 		h.t.Errorf("job %s is shown in %d bytes", job.GetId(), size)
 	}
 	outcome := job.GetOutcome()
@@ -208,7 +208,7 @@ func (h *heard) job(job *berthv1.Job) {
 }
 
 // stats checks that there is a place for every byte that is said to be kept.
-func (h *heard) stats(stats *berthv1.OutputStats) {
+func (h *observed) stats(stats *berthv1.OutputStats) {
 	h.t.Helper()
 	var end, kept uint64
 	for _, r := range stats.GetKept() {
@@ -224,7 +224,7 @@ func (h *heard) stats(stats *berthv1.OutputStats) {
 }
 
 // bytes checks output that is said to be of an offset of stdout.
-func (h *heard) bytes(data []byte, offset uint64, most int) {
+func (h *observed) bytes(data []byte, offset uint64, most int) {
 	h.t.Helper()
 	if len(data) > most {
 		h.t.Errorf("%d bytes were handed out, of %d that were asked for", len(data), most)
@@ -238,7 +238,7 @@ func (h *heard) bytes(data []byte, offset uint64, most int) {
 }
 
 // work uses a machine in every way there is, without asking that any of it succeeds.
-func (h *heard) work() (job string) {
+func (h *observed) work() (job string) {
 	ctx, cancel := h.call()
 	started, err := h.Jobs().StartJob(ctx, &berthv1.StartJobRequest{SandboxId: h.sandbox, RequestId: h.sandbox, Spec: &berthv1.JobSpec{Shell: script}})
 	cancel()
@@ -253,7 +253,7 @@ func (h *heard) work() (job string) {
 	return job
 }
 
-func (h *heard) run() {
+func (h *observed) run() {
 	ctx, cancel := h.call()
 	defer cancel()
 	const most = 100
@@ -266,7 +266,7 @@ func (h *heard) run() {
 	h.bytes(ran.GetStdout().GetTail(), ran.GetStdout().GetTailOffset(), most-len(ran.GetStdout().GetHead()))
 }
 
-func (h *heard) exec() {
+func (h *observed) exec() {
 	ctx, cancel := h.call()
 	defer cancel()
 	var out bytes.Buffer
@@ -276,7 +276,7 @@ func (h *heard) exec() {
 	h.bytes(out.Bytes(), 0, 4<<20)
 }
 
-func (h *heard) read(job string) {
+func (h *observed) read(job string) {
 	if job == "" {
 		return
 	}
@@ -302,7 +302,7 @@ func (h *heard) read(job string) {
 }
 
 // interact has a job that takes input, a signal and a stop.
-func (h *heard) interact() {
+func (h *observed) interact() {
 	ctx, cancel := h.call()
 	defer cancel()
 	started, err := h.Jobs().StartJob(ctx, &berthv1.StartJobRequest{SandboxId: h.sandbox, Spec: &berthv1.JobSpec{

@@ -23,15 +23,15 @@ func TestMain(m *testing.M) { fixture.Main(m) }
 
 // Tuning.
 const (
-	storyMost   = 6 * time.Minute // for one line of work with a crash in it
-	buildMost   = 30 * time.Minute
-	restartMost = 20                     // crashes in one story; more is a crash loop
-	commitsIn   = 30                     // a story's commits, roughly; each is a place to crash before and after
-	lookEvery   = 100 * time.Millisecond // at something that is waited for
+	storyTimeout  = 6 * time.Minute // for one line of work with a crash in it
+	buildTimeout  = 30 * time.Minute
+	maxRestarts   = 20                     // crashes in one story; more is a crash loop
+	commitsIn     = 30                     // a story's commits, roughly; each is a place to crash before and after
+	probeInterval = 100 * time.Millisecond // at something that is waited for
 )
 
 // unreached are the failpoints that this story cannot come to, and why. Each has a test of its own in
-// its room.
+// its package.
 var unreached = map[string]string{
 	"guestBeforeAdopt":   "only a fork or a restore gives a guest another machine or generation",
 	"guestAfterAdopt":    "only a fork or a restore gives a guest another machine or generation",
@@ -47,7 +47,7 @@ func elsewhere(point failpoint.Failpoint) string {
 	switch onDocker := fixture.OnDocker(); {
 	case unreached[point.Name] != "":
 		return unreached[point.Name]
-	case onDocker && point.Room == "providers/local", !onDocker && point.Room == "providers/docker":
+	case onDocker && point.Package == "providers/local", !onDocker && point.Package == "providers/docker":
 		return "it is in another provider than " + fixture.ProviderName()
 	case !onDocker && point.Name == cutPoint:
 		return "the local provider cannot cut a machine off"
@@ -72,7 +72,7 @@ func TestACrashAtEveryFailpointLosesNothing(t *testing.T) {
 		testenv.Namespaces(t)
 	}
 	flags := fixture.ProviderFlags(t)
-	ctx, cancel := context.WithTimeout(context.Background(), buildMost)
+	ctx, cancel := context.WithTimeout(context.Background(), buildTimeout)
 	defer cancel()
 	programs, points, err := failpoint.Build(ctx, t.TempDir())
 	if err != nil {
@@ -131,7 +131,7 @@ type story struct {
 const counter = ".git/counter"
 
 func newStory(t *testing.T, programs fixture.Programs, flags []string, repo string, point failpoint.Failpoint, nth int) *story {
-	s := &story{t: t, repo: repo, began: time.Now(), inGuest: strings.HasPrefix(point.Room, "providers/guest")}
+	s := &story{t: t, repo: repo, began: time.Now(), inGuest: strings.HasPrefix(point.Package, "providers/guest")}
 	if point.Name == cutPoint {
 		s.egress = berthv1.Egress_MODE_NONE
 	}
@@ -148,7 +148,7 @@ func newStory(t *testing.T, programs fixture.Programs, flags []string, repo stri
 		programs.Guest = guestOfItsOwn(t, programs.Guest)
 	}
 	s.broker = fixture.NewBroker(t, programs, append(slices.Clone(flags), "--guest", programs.Guest)...)
-	ctx, cancel := context.WithTimeout(context.Background(), storyMost)
+	ctx, cancel := context.WithTimeout(context.Background(), storyTimeout)
 	t.Cleanup(cancel)
 	s.ctx = ctx
 	if err := s.broker.TryStart(env...); err != nil && s.broker.ExitCode() != failpoint.ExitCode {
@@ -202,7 +202,7 @@ func (s *story) restart() {
 	if code := s.broker.ExitCode(); code != failpoint.ExitCode {
 		s.t.Errorf("the broker exited with %d, not by a failpoint\n%s", code, s.broker.Log())
 	}
-	if n > restartMost {
+	if n > maxRestarts {
 		s.t.Fatalf("the broker crashes again and again\n%s", s.broker.Log())
 	}
 	if err := s.broker.TryStart(); err != nil {
@@ -277,7 +277,7 @@ func (s *story) start(sandbox, name, shell string) string {
 
 // resume makes the sandbox run again if its guest died.
 func (s *story) resume(sandbox string) {
-	for deadline := time.Now().Add(storyMost / 3); time.Now().Before(deadline); fixture.Pause(lookEvery) {
+	for deadline := time.Now().Add(storyTimeout / 3); time.Now().Before(deadline); fixture.Pause(probeInterval) {
 		got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 		if err != nil {
 			s.t.Errorf("get: %v", err)
@@ -388,7 +388,7 @@ func (s *story) count(sandbox string) {
 		reply, err = read()
 	}
 	// The crash may come as late as this; the command may be run again.
-	for deadline := time.Now().Add(storyMost / 3); err != nil && time.Now().Before(deadline); fixture.Pause(lookEvery) {
+	for deadline := time.Now().Add(storyTimeout / 3); err != nil && time.Now().Before(deadline); fixture.Pause(probeInterval) {
 		reply, err = read()
 	}
 	if err != nil {

@@ -45,10 +45,10 @@ const runtimeModule = "go.etcd.io/gofail"
 
 // Failpoint is one place where a program can be made to crash.
 type Failpoint struct {
-	Name string // unique in the module, prefixed with its room's name
-	Room string // the directory of its package, as daemon/store
-	File string // relative to the module's root
-	Line int    // of the first of its two lines, from 1
+	Name    string // unique in the module, prefixed with its package's name
+	Package string // the directory of its package, as daemon/store
+	File    string // relative to the module's root
+	Line    int    // of the first of its two lines, from 1
 }
 
 // Build builds the programs of the module that the working directory lies in, with every failpoint
@@ -97,7 +97,7 @@ func buildModule(ctx context.Context, root, toolsDir, outDir string, packages ..
 	if err := run(ctx, toolsDir, "go", "build", "-o", gofail, runtimeModule); err != nil {
 		return nil, err
 	}
-	if err := run(ctx, module, gofail, append([]string{"enable"}, each(points, func(point Failpoint) string { return point.Room })...)...); err != nil {
+	if err := run(ctx, module, gofail, append([]string{"enable"}, each(points, func(point Failpoint) string { return point.Package })...)...); err != nil {
 		return nil, err
 	}
 	if err := requireRuntime(ctx, toolsDir, module); err != nil {
@@ -325,10 +325,10 @@ func findInFile(root, path string) ([]Failpoint, error) {
 			return nil, fmt.Errorf("%s:%d: malformed failpoint: %s", file, i+1, wrong)
 		}
 		points = append(points, Failpoint{
-			Name: head[1],
-			Room: filepath.ToSlash(filepath.Dir(file)),
-			File: filepath.ToSlash(file),
-			Line: i + 1,
+			Name:    head[1],
+			Package: filepath.ToSlash(filepath.Dir(file)),
+			File:    filepath.ToSlash(file),
+			Line:    i + 1,
 		})
 	}
 	return points, nil

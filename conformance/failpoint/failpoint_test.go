@@ -14,11 +14,11 @@ import (
 	"github.com/berth-sandbox/berth/conformance/testenv"
 )
 
-// program is a module of two packages: a room with one failpoint and the main package that calls it.
+// program is a module of two packages: a package with one failpoint and the main package that calls it.
 var program = map[string]string{
 	"go.mod": "module example.test/program\n\ngo 1.26\n",
 	"room/room.go": `// Package room has a failpoint and no other use for os.
-package room // a room
+package room // where it works
 
 import "fmt"
 
@@ -45,7 +45,7 @@ func TestAProgramDiesAtTheFailpointThatItsEnvironmentNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (Failpoint{Name: "roomBetween", Room: "room", File: "room/room.go", Line: 9}); len(points) != 1 || points[0] != want {
+	if want := (Failpoint{Name: "roomBetween", Package: "room", File: "room/room.go", Line: 9}); len(points) != 1 || points[0] != want {
 		t.Errorf("failpoints are %+v, want only %+v", points, want)
 	}
 	for _, test := range []struct {

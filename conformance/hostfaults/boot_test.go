@@ -22,11 +22,11 @@ import (
 
 func TestOneMuteGuestAmongAHundredKeepsNobodyWaitingAtBoot(t *testing.T) {
 	const machines = 100
-	w := inhabit(t, fixture.NewBroker(t, asked(t), "--provider", "fake"))
+	w := newHarness(t, fixture.NewBroker(t, asked(t), "--provider", "fake"))
 	w.Start(t)
-	world := fake.At(filepath.Join(w.State(), "fake"))
+	harness := fake.At(filepath.Join(w.State(), "fake"))
 	t.Cleanup(func() {
-		if err := world.Strike(context.Background()); err != nil {
+		if err := harness.Close(context.Background()); err != nil {
 			t.Errorf("remove the machines: %v", err)
 		}
 	})
@@ -49,7 +49,7 @@ func TestOneMuteGuestAmongAHundredKeepsNobodyWaitingAtBoot(t *testing.T) {
 	}
 	w.Kill(t)
 	mute := sandboxes[machines/2]
-	if err := world.Mute(mute.GetMachineId()); err != nil {
+	if err := harness.Freeze(mute.GetMachineId()); err != nil {
 		t.Fatal(err)
 	}
 	begin := time.Now()
@@ -78,7 +78,7 @@ func TestOneMuteGuestAmongAHundredKeepsNobodyWaitingAtBoot(t *testing.T) {
 	if !client.Is(err, berthv1.Reason_REASON_RECOVERING) && !client.Is(err, berthv1.Reason_REASON_GUEST_UNREACHABLE) {
 		t.Errorf("a command in the mute machine gave %v", err)
 	}
-	if err := world.Wake(mute.GetMachineId()); err != nil {
+	if err := harness.Thaw(mute.GetMachineId()); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the mute machine speaks again", func() error {
@@ -101,7 +101,7 @@ func TestOneMuteGuestAmongAHundredKeepsNobodyWaitingAtBoot(t *testing.T) {
 }
 
 // wantCode runs a command that exits with a code.
-func (w *world) wantCode(t *testing.T, sandbox string, code int32) {
+func (w *harness) wantCode(t *testing.T, sandbox string, code int32) {
 	t.Helper()
 	ran, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: fmt.Sprintf("exit %d", code)}})
 	if err != nil || ran.GetJob().GetOutcome().GetExitCode() != code {
@@ -178,7 +178,7 @@ func TestAHostThatRebootsLeavesSandboxesThatResume(t *testing.T) {
 }
 
 // reboot ends what a reboot of the host ends, while the broker is gone.
-func (w *world) reboot(t *testing.T, machine string) {
+func (w *harness) reboot(t *testing.T, machine string) {
 	t.Helper()
 	for pid := range w.Processes() { // each is the first in its namespace, and takes the others with it
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
@@ -251,7 +251,7 @@ func previous(t *testing.T) fixture.Programs {
 func TestTheNextBuildTakesOverTheLedgerAndTheGuestsOfTheOneBefore(t *testing.T) {
 	t.Parallel()
 	current := asked(t)
-	w := inhabit(t, fixture.NewBroker(t, previous(t), "--provider", "local"))
+	w := newHarness(t, fixture.NewBroker(t, previous(t), "--provider", "local"))
 	w.Start(t)
 	w.wantBuild(t, true)
 	running, suspended, stopped := w.create(t), w.create(t), w.create(t)
@@ -302,7 +302,7 @@ func TestTheNextBuildTakesOverTheLedgerAndTheGuestsOfTheOneBefore(t *testing.T) 
 }
 
 // wantBuild checks which of the two builds answers.
-func (w *world) wantBuild(t *testing.T, before bool) {
+func (w *harness) wantBuild(t *testing.T, before bool) {
 	t.Helper()
 	info, err := w.Admin().GetInfo(w.ctx, &berthv1.GetInfoRequest{})
 	if err != nil || (info.GetVersion() == "before") != before {

@@ -70,7 +70,7 @@ func clockOf(t *testing.T, pid int) *clock {
 		t.Skipf("this kernel's clock_gettime has %d bytes, too few for another", size)
 	}
 	c.code = int64(function)
-	for deadline := time.Now().Add(comesBack); ; fixture.Pause(lookEvery) {
+	for deadline := time.Now().Add(comesBack); ; fixture.Pause(probeInterval) {
 		if err = c.replace(size); err == nil {
 			return c
 		}

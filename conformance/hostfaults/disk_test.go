@@ -81,13 +81,13 @@ type zeros struct{}
 func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
 // onDisk starts a broker whose state lies on a disk of that many bytes.
-func onDisk(t *testing.T, bytes int) (*world, disk) {
+func onDisk(t *testing.T, bytes int) (*harness, disk) {
 	t.Helper()
 	programs := asked(t)
 	d := newDisk(t, bytes)
 	b := fixture.NewBroker(t, programs, "--provider", "local")
 	d.holds(t, b)
-	w := inhabit(t, b)
+	w := newHarness(t, b)
 	w.Start(t)
 	return w, d
 }
@@ -100,7 +100,7 @@ const (
 
 // refusedWhileFull makes a call again and again until the full disk shows: what free pages the ledger has
 // may serve some first.
-func (w *world) refusedWhileFull(t *testing.T, doing string, call func(ctx context.Context, try int) error) {
+func (w *harness) refusedWhileFull(t *testing.T, doing string, call func(ctx context.Context, try int) error) {
 	t.Helper()
 	for try := range 2000 {
 		ctx, cancel := context.WithTimeout(w.ctx, refusedIn)
@@ -233,7 +233,7 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 }
 
 // letGo lets the jobs that wait for the file go end. An empty file needs no room.
-func (d disk) letGo(t *testing.T, w *world, sandbox string) {
+func (d disk) letGo(t *testing.T, w *harness, sandbox string) {
 	t.Helper()
 	got, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 	if err != nil {
@@ -245,7 +245,7 @@ func (d disk) letGo(t *testing.T, w *world, sandbox string) {
 }
 
 // wantReads checks that what only reads goes on.
-func (w *world) wantReads(t *testing.T, sandbox, finished string) {
+func (w *harness) wantReads(t *testing.T, sandbox, finished string) {
 	t.Helper()
 	if list, err := w.impatient.Sandboxes().ListSandboxes(w.ctx, &berthv1.ListSandboxesRequest{}); err != nil || len(list.GetSandboxes()) < 2 {
 		t.Errorf("list sandboxes: %v (%v)", list, err)
@@ -258,7 +258,7 @@ func (w *world) wantReads(t *testing.T, sandbox, finished string) {
 }
 
 // wantHonest checks that a job's output is what it wrote, or counted as dropped.
-func (w *world) wantHonest(t *testing.T, job *berthv1.Job, wrote string) {
+func (w *harness) wantHonest(t *testing.T, job *berthv1.Job, wrote string) {
 	t.Helper()
 	stats := job.GetStdout()
 	if stats.GetTotalBytes() != uint64(len(wrote)) {
@@ -291,7 +291,7 @@ func TestABrokerBootsOnAFullDisk(t *testing.T) {
 }
 
 // letGoAt is letGo while the broker is away.
-func (d disk) letGoAt(t *testing.T, w *world, _ string) {
+func (d disk) letGoAt(t *testing.T, w *harness, _ string) {
 	t.Helper()
 	workspaces, err := filepath.Glob(filepath.Join(w.State(), "local", "*", "workspace"))
 	if err != nil || len(workspaces) == 0 {

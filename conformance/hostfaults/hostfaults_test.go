@@ -21,9 +21,9 @@ import (
 
 // Tuning.
 const (
-	testMost  = 15 * time.Minute       // one test's calls, on a machine with better things to do
-	comesBack = 3 * time.Minute        // until what was disturbed is as it was: several backoffs of 15 s at most
-	lookEvery = 100 * time.Millisecond // at something that is waited for
+	testTimeout   = 15 * time.Minute       // one test's calls, on a machine with better things to do
+	comesBack     = 3 * time.Minute        // until what was disturbed is as it was: several backoffs of 15 s at most
+	probeInterval = 100 * time.Millisecond // at something that is waited for
 )
 
 func TestMain(m *testing.M) { fixture.Main(m) }
@@ -37,37 +37,37 @@ func asked(t *testing.T) fixture.Programs {
 	return fixture.Build(t)
 }
 
-// world is a broker, and two clients of it: one that waits for a broker that is away, and one that
+// harness is a broker, and two clients of it: one that waits for a broker that is away, and one that
 // says at once what it was told.
-type world struct {
+type harness struct {
 	*fixture.Broker
 	*client.Client
 	impatient *client.Client
 	ctx       context.Context
 }
 
-// inhabit makes a world of a broker that is not yet started, with clients for it.
-func inhabit(t *testing.T, b *fixture.Broker) *world {
+// newHarness makes a harness of a broker that is not yet started, with clients for it.
+func newHarness(t *testing.T, b *fixture.Broker) *harness {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), testMost)
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	t.Cleanup(cancel)
 	impatient, err := client.Dial(b.Address, client.WithRetryTimeout(0, 0))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = impatient.Close() })
-	return &world{Broker: b, Client: b.Client(t), impatient: impatient, ctx: ctx}
+	return &harness{Broker: b, Client: b.Client(t), impatient: impatient, ctx: ctx}
 }
 
 // start starts a broker with local machines.
-func start(t *testing.T, args ...string) *world {
+func start(t *testing.T, args ...string) *harness {
 	t.Helper()
-	w := inhabit(t, fixture.NewBroker(t, asked(t), append([]string{"--provider", "local"}, args...)...))
+	w := newHarness(t, fixture.NewBroker(t, asked(t), append([]string{"--provider", "local"}, args...)...))
 	w.Start(t)
 	return w
 }
 
-func (w *world) create(t *testing.T) string {
+func (w *harness) create(t *testing.T) string {
 	t.Helper()
 	reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{})
 	if err != nil {
@@ -76,7 +76,7 @@ func (w *world) create(t *testing.T) string {
 	return reply.GetSandbox().GetId()
 }
 
-func (w *world) destroy(t *testing.T, id string) {
+func (w *harness) destroy(t *testing.T, id string) {
 	t.Helper()
 	reply, err := w.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: id})
 	if err != nil || reply.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
@@ -84,7 +84,7 @@ func (w *world) destroy(t *testing.T, id string) {
 	}
 }
 
-func (w *world) begin(t *testing.T, sandbox, shell string) string {
+func (w *harness) begin(t *testing.T, sandbox, shell string) string {
 	t.Helper()
 	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell}})
 	if err != nil {
@@ -93,7 +93,7 @@ func (w *world) begin(t *testing.T, sandbox, shell string) string {
 	return reply.GetJob().GetId()
 }
 
-func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
+func (w *harness) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResponse {
 	t.Helper()
 	reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
 		SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell},
@@ -105,7 +105,7 @@ func (w *world) run(t *testing.T, sandbox, shell string) *berthv1.RunCommandResp
 }
 
 // wantExit waits for a job and checks its code.
-func (w *world) wantExit(t *testing.T, job string, code int32) *berthv1.Job {
+func (w *harness) wantExit(t *testing.T, job string, code int32) *berthv1.Job {
 	t.Helper()
 	done, err := w.WaitJob(w.ctx, job)
 	if err != nil {
@@ -118,7 +118,7 @@ func (w *world) wantExit(t *testing.T, job string, code int32) *berthv1.Job {
 }
 
 // wantOutput checks what a job wrote, whole.
-func (w *world) wantOutput(t *testing.T, job, want string) {
+func (w *harness) wantOutput(t *testing.T, job, want string) {
 	t.Helper()
 	data, gaps, err := w.ReadAllOutput(w.ctx, job, berthv1.Stream_STREAM_STDOUT)
 	if err != nil || len(gaps) > 0 || string(data) != want {
@@ -134,7 +134,7 @@ func wantRefused(t *testing.T, doing string, err error, code codes.Code, reason 
 	}
 }
 
-func (w *world) state(t *testing.T, sandbox string) berthv1.SandboxState {
+func (w *harness) state(t *testing.T, sandbox string) berthv1.SandboxState {
 	t.Helper()
 	got, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 	if err != nil {
@@ -144,7 +144,7 @@ func (w *world) state(t *testing.T, sandbox string) berthv1.SandboxState {
 }
 
 // quiet checks that nothing is open when everything has ended.
-func (w *world) quiet(t *testing.T) {
+func (w *harness) quiet(t *testing.T) {
 	t.Helper()
 	eventually(t, "nothing is open", func() error {
 		info, err := w.Admin().GetInfo(w.ctx, &berthv1.GetInfoRequest{})
@@ -160,7 +160,7 @@ func (w *world) quiet(t *testing.T) {
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	var err error
-	for deadline := time.Now().Add(comesBack); ; fixture.Pause(lookEvery) {
+	for deadline := time.Now().Add(comesBack); ; fixture.Pause(probeInterval) {
 		if err = try(); err == nil {
 			return
 		}
@@ -179,7 +179,7 @@ func brief(t *testing.T, most time.Duration) context.Context {
 }
 
 // logged returns the lines of the broker's whole log that hold a text.
-func (w *world) logged(t *testing.T, text string) []string {
+func (w *harness) logged(t *testing.T, text string) []string {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(w.Dir, "berthd.log"))
 	if err != nil && !errors.Is(err, os.ErrNotExist) {

@@ -41,7 +41,7 @@ func mounts(t *testing.T) [][]string {
 }
 
 // open are the broker's descriptors.
-func (w *world) open(t *testing.T) []int {
+func (w *harness) open(t *testing.T) []int {
 	t.Helper()
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", w.Pid()))
 	if err != nil {
@@ -58,7 +58,7 @@ func (w *world) open(t *testing.T) []int {
 
 // limitFiles bounds the descriptors of the broker to those that it has open, and returns how many
 // that are at most, and what undoes it.
-func (w *world) limitFiles(t *testing.T) (limit int, raise func()) {
+func (w *harness) limitFiles(t *testing.T) (limit int, raise func()) {
 	t.Helper()
 	for _, fd := range w.open(t) {
 		limit = max(limit, fd+1) // free numbers below are few
@@ -221,7 +221,7 @@ func TestTermUnderLoadStopsInTimeAndLosesNothing(t *testing.T) {
 					RequestId: fmt.Sprintf("load-%d-%d", i, try), SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: "exit 5"},
 				})
 				if client.Is(err, berthv1.Reason_REASON_TOO_MANY_JOBS) {
-					fixture.Pause(lookEvery)
+					fixture.Pause(probeInterval)
 					continue
 				}
 				if err != nil {

@@ -146,7 +146,7 @@ func TestALedgerThatTurnsReadOnlyEndsTheBrokerAndLosesNothing(t *testing.T) {
 	if err := errors.Join(os.Symlink(f.dir, b.State()), os.Mkdir(machines, 0o700), os.Symlink(machines, filepath.Join(f.dir, "local"))); err != nil {
 		t.Fatal(err)
 	}
-	w := inhabit(t, b)
+	w := newHarness(t, b)
 	w.Start(t)
 	sandbox := w.create(t)
 	finished := w.begin(t, sandbox, "echo whole; exit 3")

@@ -110,7 +110,7 @@ func update(t *testing.T, ledger *store.Store, fn func(*store.Tx) error) {
 }
 
 func TestALargeLedgerIsReadWholeWhileItsMachinesAreFoundLost(t *testing.T) {
-	w := inhabit(t, fixture.NewBroker(t, asked(t), "--provider", "fake", "--log-level", "error"))
+	w := newHarness(t, fixture.NewBroker(t, asked(t), "--provider", "fake", "--log-level", "error"))
 	writeLedger(t, w.State())
 	page := func() (*berthv1.ListJobsResponse, error) {
 		return w.Jobs().ListJobs(w.ctx, &berthv1.ListJobsRequest{PageSize: 100})
@@ -168,10 +168,10 @@ func TestALargeLedgerIsReadWholeWhileItsMachinesAreFoundLost(t *testing.T) {
 
 // jobsVariable is how many short jobs are run; by default shortJobs.
 const (
-	jobsVariable = "BERTH_JOBS"
-	shortJobs    = 1200
-	rounds       = 3
-	emptyMost    = 512 << 10 // bytes of a ledger that are in use when all has ended and gone
+	jobsVariable  = "BERTH_JOBS"
+	shortJobs     = 1200
+	rounds        = 3
+	maxEmptyBytes = 512 << 10 // bytes of a ledger that are in use when all has ended and gone
 )
 
 // size is how much the broker keeps: bytes of the ledger that are in use, and files and bytes of output.
@@ -180,7 +180,7 @@ type size struct {
 	files          int
 }
 
-func (w *world) size(t *testing.T) size {
+func (w *harness) size(t *testing.T) size {
 	t.Helper()
 	var s size
 	err := filepath.WalkDir(w.State(), func(path string, entry fs.DirEntry, err error) error {
@@ -250,7 +250,7 @@ func TestShortJobsWithoutEndStayWithinTheirBounds(t *testing.T) {
 	w.Stop(t)
 	used := inUse(t, filepath.Join(w.State(), "ledger.db"))
 	t.Logf("in the end %d KiB of the ledger are in use", used>>10)
-	if used > emptyMost {
+	if used > maxEmptyBytes {
 		t.Errorf("when all is gone %d KiB of the ledger are in use", used>>10)
 	}
 }
@@ -313,11 +313,11 @@ func jobsAsked(t *testing.T) int {
 }
 
 // patient starts a broker whose test has the time for so many jobs.
-func patient(t *testing.T, jobs int, flags ...string) *world {
+func patient(t *testing.T, jobs int, flags ...string) *harness {
 	t.Helper()
 	b := fixture.NewBroker(t, asked(t), append([]string{"--provider", "local", "--log-level", "info"}, flags...)...)
-	w := inhabit(t, b)
-	ctx, cancel := context.WithTimeout(context.Background(), testMost+time.Duration(jobs)*100*time.Millisecond)
+	w := newHarness(t, b)
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout+time.Duration(jobs)*100*time.Millisecond)
 	t.Cleanup(cancel)
 	w.ctx = ctx
 	w.Start(t)
@@ -354,7 +354,7 @@ func inUse(t *testing.T, path string) int64 {
 
 // runMany runs as many attached commands and as many detached jobs, each with a line of output, and waits
 // for all.
-func (w *world) runMany(t *testing.T, sandbox string, of int) {
+func (w *harness) runMany(t *testing.T, sandbox string, of int) {
 	t.Helper()
 	var next atomic.Int64
 	var group sync.WaitGroup

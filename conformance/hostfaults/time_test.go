@@ -111,7 +111,7 @@ func TestAStepOfTheWallClockLosesAndEndsNothing(t *testing.T) {
 }
 
 // timed starts a job with a timeout, under a request id.
-func (w *world) timed(t *testing.T, request, sandbox, shell string, timeout time.Duration) string {
+func (w *harness) timed(t *testing.T, request, sandbox, shell string, timeout time.Duration) string {
 	t.Helper()
 	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{
 		RequestId: request, SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: shell, Timeout: durationpb.New(timeout)},

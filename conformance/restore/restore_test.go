@@ -26,24 +26,24 @@ const (
 	soon        = 3 * time.Minute // for what must happen
 )
 
-// world is a broker that runs, and a client of it.
-type world struct {
+// harness is a broker that runs, and a client of it.
+type harness struct {
 	*fixture.Broker
 	*client.Client
 	t   *testing.T
 	ctx context.Context
 }
 
-func newWorld(t *testing.T) *world {
+func newHarness(t *testing.T) *harness {
 	t.Helper()
 	b := fixture.NewBroker(t, fixture.Build(t), "--provider", "local")
 	b.Start(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	t.Cleanup(cancel)
-	return &world{Broker: b, Client: b.Client(t), t: t, ctx: ctx}
+	return &harness{Broker: b, Client: b.Client(t), t: t, ctx: ctx}
 }
 
-func (w *world) create() *berthv1.Sandbox {
+func (w *harness) create() *berthv1.Sandbox {
 	w.t.Helper()
 	reply, err := w.Sandboxes().CreateSandbox(w.ctx, &berthv1.CreateSandboxRequest{})
 	if err != nil {
@@ -53,7 +53,7 @@ func (w *world) create() *berthv1.Sandbox {
 }
 
 // job is a detached job that writes, waits until its file is there, writes again, and exits.
-func (w *world) job(sandbox *berthv1.Sandbox, name string, code int) string {
+func (w *harness) job(sandbox *berthv1.Sandbox, name string, code int) string {
 	w.t.Helper()
 	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{
 		RequestId: "start-" + name, SandboxId: sandbox.GetId(),
@@ -67,7 +67,7 @@ func (w *world) job(sandbox *berthv1.Sandbox, name string, code int) string {
 }
 
 // release lets a job of that name come to its end.
-func (w *world) release(sandbox *berthv1.Sandbox, name string) {
+func (w *harness) release(sandbox *berthv1.Sandbox, name string) {
 	w.t.Helper()
 	w.eventually("a command in "+sandbox.GetId(), func() error {
 		_, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
@@ -77,7 +77,7 @@ func (w *world) release(sandbox *berthv1.Sandbox, name string) {
 	})
 }
 
-func (w *world) wantExit(job, name string, code int32) {
+func (w *harness) wantExit(job, name string, code int32) {
 	w.t.Helper()
 	done, err := w.WaitJob(w.ctx, job)
 	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_EXITED || done.GetOutcome().GetExitCode() != code {
@@ -90,7 +90,7 @@ func (w *world) wantExit(job, name string, code int32) {
 }
 
 // wantLost waits for the end of a job whose outcome can't be known.
-func (w *world) wantLost(job, name string) {
+func (w *harness) wantLost(job, name string) {
 	w.t.Helper()
 	done, err := w.WaitJob(w.ctx, job)
 	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().ExitCode != nil {
@@ -98,7 +98,7 @@ func (w *world) wantLost(job, name string) {
 	}
 }
 
-func (w *world) eventually(what string, try func() error) {
+func (w *harness) eventually(what string, try func() error) {
 	w.t.Helper()
 	ticker := time.NewTicker(50 * time.Millisecond)
 	defer ticker.Stop()
@@ -111,7 +111,7 @@ func (w *world) eventually(what string, try func() error) {
 	w.t.Fatalf("%s: %v", what, err)
 }
 
-func (w *world) state(id string) berthv1.SandboxState {
+func (w *harness) state(id string) berthv1.SandboxState {
 	w.t.Helper()
 	reply, err := w.Sandboxes().GetSandbox(w.ctx, &berthv1.GetSandboxRequest{SandboxId: id})
 	if err != nil {
@@ -120,13 +120,13 @@ func (w *world) state(id string) berthv1.SandboxState {
 	return reply.GetSandbox().GetState()
 }
 
-func (w *world) machineThere(id string) bool {
+func (w *harness) machineThere(id string) bool {
 	_, err := os.Stat(filepath.Join(w.State(), "local", id))
 	return !errors.Is(err, fs.ErrNotExist)
 }
 
 // backup has the command line make one.
-func (w *world) backup() string {
+func (w *harness) backup() string {
 	w.t.Helper()
 	path := filepath.Join(w.Dir, "backup.db")
 	if _, err := w.Berth(w.ctx, "backup", path); err != nil {
@@ -136,7 +136,7 @@ func (w *world) backup() string {
 }
 
 // restore puts a backup in the ledger's place, as docs/operations.md says.
-func (w *world) restore(path string) {
+func (w *harness) restore(path string) {
 	w.t.Helper()
 	ledger := filepath.Join(w.State(), "ledger.db")
 	data, err := os.ReadFile(path)
@@ -152,7 +152,7 @@ func (w *world) restore(path string) {
 }
 
 // findings checks, and returns the kinds by subject. It is no error that some remain.
-func (w *world) findings(args ...string) map[string]string {
+func (w *harness) findings(args ...string) map[string]string {
 	w.t.Helper()
 	out, err := w.Berth(w.ctx, append([]string{"fsck", "-o", "json"}, args...)...)
 	found := map[string]string{}
@@ -175,7 +175,7 @@ func (w *world) findings(args ...string) map[string]string {
 }
 
 func TestABrokerOnABackupTellsTheTruthAndBringsNothingBack(t *testing.T) {
-	w := newWorld(t)
+	w := newHarness(t)
 	kept, doomed := w.create(), w.create()
 	running := w.job(kept, "running", 7)
 	ended := w.job(kept, "ended", 5)
@@ -243,7 +243,7 @@ func TestABrokerOnABackupTellsTheTruthAndBringsNothingBack(t *testing.T) {
 	w.Stop(t)
 }
 
-func (w *world) revision() uint64 {
+func (w *harness) revision() uint64 {
 	w.t.Helper()
 	info, err := w.Admin().GetInfo(w.ctx, &berthv1.GetInfoRequest{})
 	if err != nil {
@@ -253,7 +253,7 @@ func (w *world) revision() uint64 {
 }
 
 // wantOnce fails the test if a command ran more than once.
-func (w *world) wantOnce(sandbox *berthv1.Sandbox, names ...string) {
+func (w *harness) wantOnce(sandbox *berthv1.Sandbox, names ...string) {
 	w.t.Helper()
 	for _, name := range names {
 		reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
@@ -266,7 +266,7 @@ func (w *world) wantOnce(sandbox *berthv1.Sandbox, names ...string) {
 }
 
 // orphanIsFound wants a machine of after the backup to be told of and left alone at first.
-func (w *world) orphanIsFound(sandbox *berthv1.Sandbox) {
+func (w *harness) orphanIsFound(sandbox *berthv1.Sandbox) {
 	w.t.Helper()
 	machine := sandbox.GetMachineId()
 	if kind := w.findings("--repair")[machine]; kind != "orphan_machine" || !w.machineThere(machine) {
@@ -282,7 +282,7 @@ func (w *world) orphanIsFound(sandbox *berthv1.Sandbox) {
 
 // orphanHasItsTime repairs again and again until the machine of after the backup is gone, which must not
 // be before its grace is over.
-func (w *world) orphanHasItsTime(sandbox *berthv1.Sandbox, begin time.Time) {
+func (w *harness) orphanHasItsTime(sandbox *berthv1.Sandbox, begin time.Time) {
 	w.t.Helper()
 	machine := sandbox.GetMachineId()
 	ticker := time.NewTicker(2 * time.Second)
@@ -302,7 +302,7 @@ func (w *world) orphanHasItsTime(sandbox *berthv1.Sandbox, begin time.Time) {
 func TestSandboxesThatWereSuspendedOrResumedSinceTheBackupAreTakenUpAsTheCheckSays(t *testing.T) {
 	testenv.Root(t)
 	testenv.Cgroup2(t)
-	w := newWorld(t)
+	w := newHarness(t)
 	frozen, awake := w.create(), w.create()
 	inFrozen, inAwake := w.job(frozen, "frozen", 3), w.job(awake, "awake", 4)
 	w.berth("suspend", awake.GetId())
@@ -333,7 +333,7 @@ func TestSandboxesThatWereSuspendedOrResumedSinceTheBackupAreTakenUpAsTheCheckSa
 	w.Stop(t)
 }
 
-func (w *world) berth(args ...string) {
+func (w *harness) berth(args ...string) {
 	w.t.Helper()
 	if _, err := w.Berth(w.ctx, args...); err != nil {
 		w.t.Fatal(err)
@@ -341,7 +341,7 @@ func (w *world) berth(args ...string) {
 }
 
 func TestABackupOfAnotherBrokerIsRefusedForItsKey(t *testing.T) {
-	first, second := newWorld(t), newWorld(t)
+	first, second := newHarness(t), newHarness(t)
 	path := first.backup()
 	second.Stop(t)
 	second.restore(path)
@@ -360,7 +360,7 @@ func TestABackupOfAnotherBrokerIsRefusedForItsKey(t *testing.T) {
 }
 
 func TestWhatAKilledBackupLeavesGoesAtTheNextStart(t *testing.T) {
-	w := newWorld(t)
+	w := newHarness(t)
 	scratch := filepath.Join(w.State(), "scratch")
 	w.Kill(t)
 	if err := os.MkdirAll(scratch, 0o700); err != nil {

@@ -19,11 +19,11 @@ import (
 
 // Tuning.
 const (
-	callMost     = 10 * time.Second // one try
-	insistMost   = 8 * time.Second  // all tries of one request
-	sandboxesMax = 4                // at once; more are made only when some are gone
-	copiesMax    = 3                // of one request, at the same time
-	waitMost     = 600              // milliseconds, of a long poll
+	callTimeout   = 10 * time.Second // one try
+	retryTimeout  = 8 * time.Second  // all tries of one request
+	sandboxesMax  = 4                // at once; more are made only when some are gone
+	copiesMax     = 3                // of one request, at the same time
+	maxWaitMillis = 600              // milliseconds, of a long poll
 )
 
 // actor is one client with choices of its own.
@@ -168,13 +168,13 @@ var comeBack = map[string]bool{"": true, "RECOVERING": true, "STOPPING": true, "
 // insist tries until there is an answer that a further try would not change, or it has taken too long.
 // Some first tries are given up very soon, as by a caller that goes away.
 func (a *actor) insist(ctx context.Context, random *rand.Rand, e Event, call func(context.Context, *Event) error) error {
-	most := callMost
+	most := callTimeout
 	if random.IntN(6) == 0 {
 		most = time.Duration(1+random.IntN(60)) * time.Millisecond
 	}
-	for begun := time.Now(); ; most = callMost {
+	for begun := time.Now(); ; most = callTimeout {
 		err := a.s.attempt(ctx, e, most, call)
-		if err == nil || !comeBack[client.Reason(err)] || time.Since(begun) > insistMost || ctx.Err() != nil {
+		if err == nil || !comeBack[client.Reason(err)] || time.Since(begun) > retryTimeout || ctx.Err() != nil {
 			return err
 		}
 		fixture.Pause(time.Duration(20+random.IntN(280)) * time.Millisecond)
@@ -346,7 +346,7 @@ func (a *actor) get(ctx context.Context) {
 	}
 	e := a.event("GetSandbox")
 	e.Sandbox = id
-	_ = a.s.attempt(ctx, e, callMost, func(ctx context.Context, e *Event) error {
+	_ = a.s.attempt(ctx, e, callTimeout, func(ctx context.Context, e *Event) error {
 		reply, err := a.client.Sandboxes().GetSandbox(ctx, &berthv1.GetSandboxRequest{SandboxId: e.Sandbox})
 		if err == nil {
 			showSandbox(e, reply.GetSandbox())
@@ -358,7 +358,7 @@ func (a *actor) get(ctx context.Context) {
 func (a *actor) list(ctx context.Context) {
 	var shown []*berthv1.Sandbox
 	begin := a.s.history.Now()
-	err := a.s.attempt(ctx, a.event("ListSandboxes"), callMost, func(ctx context.Context, _ *Event) error {
+	err := a.s.attempt(ctx, a.event("ListSandboxes"), callTimeout, func(ctx context.Context, _ *Event) error {
 		reply, err := a.client.Sandboxes().ListSandboxes(ctx, &berthv1.ListSandboxesRequest{})
 		shown = reply.GetSandboxes()
 		return err
@@ -374,7 +374,7 @@ func (a *actor) list(ctx context.Context) {
 }
 
 func (a *actor) info(ctx context.Context) {
-	_ = a.s.attempt(ctx, a.event("GetInfo"), callMost, func(ctx context.Context, _ *Event) error {
+	_ = a.s.attempt(ctx, a.event("GetInfo"), callTimeout, func(ctx context.Context, _ *Event) error {
 		_, err := a.client.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		return err
 	})

@@ -201,7 +201,7 @@ func (c *checker) checkEvent(e *Event) {
 	if e.Result == ResultOK && e.Op == "WriteJobInput" {
 		c.checkTaken(e)
 	}
-	c.checkPieces(e)
+	c.checkChunks(e)
 }
 
 // checkTaken wants a job to have taken no more of its input than was sent to it.
@@ -267,43 +267,43 @@ func (c *checker) machineLost(view *jobView, until int64) bool {
 	})
 }
 
-// checkPieces compares every byte with what the plan says, and every reply's pieces with one another:
+// checkChunks compares every byte with what the plan says, and every reply's chunks with one another:
 // each byte comes once, in order.
-func (c *checker) checkPieces(e *Event) {
+func (c *checker) checkChunks(e *Event) {
 	next := map[string]uint64{}
-	for _, piece := range e.Pieces {
-		id := firstOf(piece.Job, e.ID)
-		stream := id + map[bool]string{false: "/stdout", true: "/stderr"}[piece.Stderr]
+	for _, chunk := range e.Chunks {
+		id := firstOf(chunk.Job, e.ID)
+		stream := id + map[bool]string{false: "/stdout", true: "/stderr"}[chunk.Stderr]
 		view := c.jobs[id]
 		if view == nil || c.plans[view.first.Token] == nil {
 			continue
 		}
-		if at, known := next[stream]; known && at != piece.Offset {
-			c.wrong("%s of %s went on at offset %d after %d", e.Op, stream, piece.Offset, at)
+		if at, known := next[stream]; known && at != chunk.Offset {
+			c.wrong("%s of %s went on at offset %d after %d", e.Op, stream, chunk.Offset, at)
 		}
-		next[stream] = piece.Offset + piece.Bytes
-		c.count("pieces of output")
-		c.checkPiece(e, view, stream, piece)
+		next[stream] = chunk.Offset + chunk.Bytes
+		c.count("chunks of output")
+		c.checkChunk(e, view, stream, chunk)
 	}
 	if e.Whole {
 		c.checkWhole(e, next)
 	}
 }
 
-func (c *checker) checkPiece(e *Event, view *jobView, stream string, piece Piece) {
-	expected := expectedOutput(c.plans[view.first.Token], piece.Stderr)
-	end := piece.Offset + piece.Bytes
+func (c *checker) checkChunk(e *Event, view *jobView, stream string, chunk Chunk) {
+	expected := expectedOutput(c.plans[view.first.Token], chunk.Stderr)
+	end := chunk.Offset + chunk.Bytes
 	switch {
-	case end < piece.Offset:
-		c.wrong("%s of %s (%s) has %d bytes from offset %d on, beyond all numbers", e.Op, stream, view.first.Token, piece.Bytes, piece.Offset)
+	case end < chunk.Offset:
+		c.wrong("%s of %s (%s) has %d bytes from offset %d on, beyond all numbers", e.Op, stream, view.first.Token, chunk.Bytes, chunk.Offset)
 	case end > uint64(len(expected)):
 		c.wrong("%s of %s (%s) has %d bytes, and the command writes %d", e.Op, stream, view.first.Token, end, len(expected))
-	case piece.Gap && (view.unkept || e.Op == "Exec" && c.machineLost(view, e.End)):
+	case chunk.Gap && (view.unkept || e.Op == "Exec" && c.machineLost(view, e.End)):
 		c.count("gaps that are explained") // nobody has these bytes any more
-	case piece.Gap:
-		c.wrong("%s of %s (%s): bytes %d to %d are said to be dropped, and nothing limits its output", e.Op, stream, view.first.Token, piece.Offset, end)
-	case Sum(expected[piece.Offset:end]) != piece.Sum:
-		c.wrong("%s of %s (%s): bytes %d to %d are not those that the command writes", e.Op, stream, view.first.Token, piece.Offset, end)
+	case chunk.Gap:
+		c.wrong("%s of %s (%s): bytes %d to %d are said to be dropped, and nothing limits its output", e.Op, stream, view.first.Token, chunk.Offset, end)
+	case Sum(expected[chunk.Offset:end]) != chunk.Sum:
+		c.wrong("%s of %s (%s): bytes %d to %d are not those that the command writes", e.Op, stream, view.first.Token, chunk.Offset, end)
 	}
 }
 

@@ -20,10 +20,10 @@ func good() []Event {
 		{Kind: KindCall, Client: 1, Begin: 30, End: 40, Op: "StartJob", RequestID: "r2", Body: "t1", Token: "t1", Plan: plan, Result: ResultOK, ID: "job_1", Jobs: []Job{running}},
 		{Kind: KindCall, Client: 2, Begin: 35, End: 45, Op: "StartJob", RequestID: "r2", Body: "t2", Token: "t2", Plan: &Plan{Token: "t2", Work: WorkLines}, Result: "REQUEST_ID_REUSED"},
 		{Kind: KindKill, Begin: 50, End: 60},
-		{Kind: KindCall, Client: 2, Begin: 70, End: 80, Op: "FollowJob", Result: ResultOK, ID: "job_1", Jobs: []Job{done}, Pieces: []Piece{piece(plan, 0, 5), piece(plan, 5, 10)}},
+		{Kind: KindCall, Client: 2, Begin: 70, End: 80, Op: "FollowJob", Result: ResultOK, ID: "job_1", Jobs: []Job{done}, Chunks: []Chunk{chunk(plan, 0, 5), chunk(plan, 5, 10)}},
 		{Kind: KindCall, Begin: 90, End: 95, Op: "PollJob", Result: ResultOK, ID: "job_1", Jobs: []Job{done}},
-		{Kind: KindCall, Begin: 96, End: 97, Op: "ReadAllOutput", Result: ResultOK, ID: "job_1", Whole: true, Pieces: []Piece{
-			piece(plan, 0, 10), {Stderr: true, Bytes: 8, Sum: Sum([]byte("e 0\ne 1\n"))},
+		{Kind: KindCall, Begin: 96, End: 97, Op: "ReadAllOutput", Result: ResultOK, ID: "job_1", Whole: true, Chunks: []Chunk{
+			chunk(plan, 0, 10), {Stderr: true, Bytes: 8, Sum: Sum([]byte("e 0\ne 1\n"))},
 		}},
 		{Kind: KindCall, Begin: 100, End: 110, Op: "DestroySandbox", Result: ResultOK, ID: "sb_1", Sandbox: "sb_1", Machine: "m_1", State: "DESTROYED"},
 		{Kind: KindCall, Begin: 120, End: 130, Op: "GetSandbox", Result: ResultOK, Sandbox: "sb_1", Machine: "m_1", State: "DESTROYED"},
@@ -49,8 +49,8 @@ const (
 
 func code(n int32) *int32 { return &n }
 
-func piece(plan *Plan, from, to uint64) Piece {
-	return Piece{Offset: from, Bytes: to - from, Sum: Sum(plan.Stdout()[from:to])}
+func chunk(plan *Plan, from, to uint64) Chunk {
+	return Chunk{Offset: from, Bytes: to - from, Sum: Sum(plan.Stdout()[from:to])}
 }
 
 func TestAGoodHistoryHasNoProblem(t *testing.T) {
@@ -58,7 +58,7 @@ func TestAGoodHistoryHasNoProblem(t *testing.T) {
 	if len(report.Problems) > 0 {
 		t.Errorf("problems in a good history: %v", report.Problems)
 	}
-	for _, what := range []string{"jobs", "outcomes", "outcomes told again", "pieces of output", "whole outputs", "starts of a command", "orders of calls"} {
+	for _, what := range []string{"jobs", "outcomes", "outcomes told again", "chunks of output", "whole outputs", "starts of a command", "orders of calls"} {
 		if report.Checks[what] == 0 {
 			t.Errorf("it was not checked for %s", what)
 		}
@@ -106,7 +106,7 @@ func TestEveryBrokenPromiseIsFound(t *testing.T) {
 		{"a code that is made up", func(h []Event) { h[followed].Jobs[0].Code, h[polled].Jobs[0].Code = code(0), code(0) }, nil, "it exits with 7"},
 		{"a job that is lost for no reason", lost, nil, "nothing was done to its machine"},
 		{"a job that is lost by what its guest outlived", lost, []Event{
-			{Kind: KindDisturb, Op: "mute", Machine: "m_1", Begin: -9e9, End: -8e9},
+			{Kind: KindDisturb, Op: "freeze", Machine: "m_1", Begin: -9e9, End: -8e9},
 		}, "nothing was done to its machine"},
 		{"a lost job with a code", func(h []Event) { lost(h); h[followed].Jobs[0].Code, h[polled].Jobs[0].Code = code(0), code(0) }, []Event{
 			{Kind: KindDisturb, Op: "kill", Machine: "m_1", Begin: 50, End: 51},
@@ -121,19 +121,19 @@ func TestEveryBrokenPromiseIsFound(t *testing.T) {
 		{"a signal that nobody sent", ended("SIGNALED", ""), nil, "nobody sent signal"},
 		{"a timeout that nobody set", ended("TIMED_OUT", ""), nil, "no timeout"},
 		{"a start that fails for no reason", ended("FAILED_TO_START", "not_found"), nil, "can be started"},
-		{"a byte that changes", func(h []Event) { h[followed].Pieces[1].Sum++ }, nil, "are not those that the command writes"},
-		{"a byte that comes twice", func(h []Event) { h[followed].Pieces = append(h[followed].Pieces, h[followed].Pieces[1]) }, nil, "went on at offset 5 after 10"},
-		{"a byte that is left out", func(h []Event) { h[followed].Pieces[0].Bytes, h[followed].Pieces[0].Sum = 4, Sum([]byte("t1 0")) }, nil, "went on at offset 5 after 4"},
-		{"bytes that nobody wrote", func(h []Event) { h[followed].Pieces[1].Bytes = 11 }, nil, "and the command writes 10"},
-		{"an output that is cut short", func(h []Event) { h[whole].Pieces = h[whole].Pieces[:1] }, nil, "has 0 bytes of stderr, want 8"},
-		{"bytes that are dropped", func(h []Event) { h[followed].Pieces[1].Gap = true }, nil, "said to be dropped"},
-		{"bytes that are dropped although their machine is there", func(h []Event) { h[followed].Op, h[followed].Pieces[1].Gap = "Exec", true }, nil, "said to be dropped"},
+		{"a byte that changes", func(h []Event) { h[followed].Chunks[1].Sum++ }, nil, "are not those that the command writes"},
+		{"a byte that comes twice", func(h []Event) { h[followed].Chunks = append(h[followed].Chunks, h[followed].Chunks[1]) }, nil, "went on at offset 5 after 10"},
+		{"a byte that is left out", func(h []Event) { h[followed].Chunks[0].Bytes, h[followed].Chunks[0].Sum = 4, Sum([]byte("t1 0")) }, nil, "went on at offset 5 after 4"},
+		{"bytes that nobody wrote", func(h []Event) { h[followed].Chunks[1].Bytes = 11 }, nil, "and the command writes 10"},
+		{"an output that is cut short", func(h []Event) { h[whole].Chunks = h[whole].Chunks[:1] }, nil, "has 0 bytes of stderr, want 8"},
+		{"bytes that are dropped", func(h []Event) { h[followed].Chunks[1].Gap = true }, nil, "said to be dropped"},
+		{"bytes that are dropped although their machine is there", func(h []Event) { h[followed].Op, h[followed].Chunks[1].Gap = "Exec", true }, nil, "said to be dropped"},
 		{"an attached output without its gaps", func(h []Event) {
-			h[followed].Op, h[followed].Whole, h[followed].Pieces = "Exec", true, []Piece{piece(h[started].Plan, 0, 5)}
+			h[followed].Op, h[followed].Whole, h[followed].Chunks = "Exec", true, []Chunk{chunk(h[started].Plan, 0, 5)}
 		}, []Event{
 			{Kind: KindCall, Begin: 65, End: 66, Op: "DestroySandbox", Result: ResultUnknown, Sandbox: "sb_1"},
 		}, "has 5 bytes of stdout, want 10"},
-		{"bytes at an offset beyond all numbers", func(h []Event) { h[followed].Pieces[1].Offset = math.MaxUint64 - 2 }, nil, "beyond all numbers"},
+		{"bytes at an offset beyond all numbers", func(h []Event) { h[followed].Chunks[1].Offset = math.MaxUint64 - 2 }, nil, "beyond all numbers"},
 		{"input that nobody sent and that is taken", nil, []Event{
 			{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: ResultOK, ID: "job_1", Sent: 5, Taken: 6},
 		}, "has taken 6 bytes of input, and 5 were sent"},
@@ -176,8 +176,8 @@ func TestWhatIsExplainedIsNoProblem(t *testing.T) {
 		{"a destroy that is under way", func(h []Event) { h[got].Begin, h[got].End, h[got].State = 105, 106, "DESTROYING" }, nil},
 		{"an attached output whose last bytes went with the sandbox", func(h []Event) {
 			h[followed].Op, h[followed].Whole = "Exec", true
-			h[followed].Pieces[1] = Piece{Offset: 5, Bytes: 5, Gap: true}
-			h[followed].Pieces = append(h[followed].Pieces, Piece{Stderr: true, Bytes: 8, Gap: true})
+			h[followed].Chunks[1] = Chunk{Offset: 5, Bytes: 5, Gap: true}
+			h[followed].Chunks = append(h[followed].Chunks, Chunk{Stderr: true, Bytes: 8, Gap: true})
 		}, []Event{{Kind: KindCall, Begin: 65, End: 66, Op: "DestroySandbox", Result: ResultUnknown, Sandbox: "sb_1"}}},
 		{"input that is sent again", func([]Event) {}, []Event{
 			{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: ResultOK, ID: "job_1", Sent: 6, Taken: 6},
@@ -238,8 +238,8 @@ func FuzzACheckSurvivesAnyAnswer(f *testing.F) {
 			job := &history[at].Jobs[0]
 			job.State, job.Cause, job.Code, job.Signal = state, cause, &code, signal
 		}
-		history[followed].Pieces[1] = Piece{Offset: offset, Bytes: bytes, Gap: gap}
-		history[whole].Pieces[0].Bytes = bytes
+		history[followed].Chunks[1] = Chunk{Offset: offset, Bytes: bytes, Gap: gap}
+		history[whole].Chunks[0].Bytes = bytes
 		history[got].Result, history[got].State = result, state
 		history = append(history, Event{Kind: KindCall, Begin: 46, End: 47, Op: "WriteJobInput", Result: result, ID: "job_1", Sent: offset, Taken: taken})
 		Check(history)

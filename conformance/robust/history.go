@@ -50,8 +50,8 @@ type Event struct {
 	State     string   `json:"state,omitempty"` // of the sandbox
 	Machine   string   `json:"machine,omitempty"`
 	Jobs      []Job    `json:"jobs,omitempty"`   // as the reply showed them
-	Pieces    []Piece  `json:"pieces,omitempty"` // bytes of output that the reply held, in their order
-	Whole     bool     `json:"whole,omitempty"`  // the pieces are all that there is of the job's output
+	Chunks    []Chunk  `json:"chunks,omitempty"` // bytes of output that the reply held, in their order
+	Whole     bool     `json:"whole,omitempty"`  // the chunks are all that there is of the job's output
 	Count     int      `json:"count,omitempty"`  // of a token's starts
 	Sent      uint64   `json:"sent,omitempty"`   // the end of the input that the call sent
 	Taken     uint64   `json:"taken,omitempty"`  // up to where the job has taken its input, as the reply says
@@ -77,8 +77,8 @@ type Job struct {
 	Kept       bool   `json:"kept,omitempty"` // the receipt keeps its output
 }
 
-// Piece is a run of bytes of one stream, by their checksum.
-type Piece struct {
+// Chunk is a run of bytes of one stream, by their checksum.
+type Chunk struct {
 	Job    string `json:"job,omitempty"` // absent: of the event's only job
 	Stderr bool   `json:"stderr,omitempty"`
 	Offset uint64 `json:"offset"`

@@ -16,9 +16,9 @@ import (
 )
 
 const (
-	tokenLabel = "token"
-	stopGrace  = 300              // milliseconds
-	execMost   = 20 * time.Second // of an attached command, its reconnections included
+	tokenLabel  = "token"
+	stopGrace   = 300              // milliseconds
+	execTimeout = 20 * time.Second // of an attached command, its reconnections included
 )
 
 func (s *suite) spec(plan Plan) *berthv1.JobSpec {
@@ -60,15 +60,15 @@ func (e *Event) told(job *berthv1.Job) {
 
 // bounded adds the bytes of a bounded output that hang together.
 func (e *Event) bounded(job *berthv1.Job, stderr bool, output *berthv1.BoundedOutput) {
-	pieces := []Piece{{Bytes: uint64(len(output.GetHead())), Sum: Sum(output.GetHead())}}
-	if tail := output.GetTail(); len(tail) > 0 && output.GetTailOffset() != pieces[0].Bytes {
-		pieces = []Piece{{Offset: output.GetTailOffset(), Bytes: uint64(len(tail)), Sum: Sum(tail)}}
+	chunks := []Chunk{{Bytes: uint64(len(output.GetHead())), Sum: Sum(output.GetHead())}}
+	if tail := output.GetTail(); len(tail) > 0 && output.GetTailOffset() != chunks[0].Bytes {
+		chunks = []Chunk{{Offset: output.GetTailOffset(), Bytes: uint64(len(tail)), Sum: Sum(tail)}}
 	} else if len(tail) > 0 {
-		pieces = append(pieces, Piece{Offset: output.GetTailOffset(), Bytes: uint64(len(tail)), Sum: Sum(tail)})
+		chunks = append(chunks, Chunk{Offset: output.GetTailOffset(), Bytes: uint64(len(tail)), Sum: Sum(tail)})
 	}
-	for _, piece := range pieces {
-		piece.Job, piece.Stderr = job.GetId(), stderr
-		e.Pieces = append(e.Pieces, piece)
+	for _, chunk := range chunks {
+		chunk.Job, chunk.Stderr = job.GetId(), stderr
+		e.Chunks = append(e.Chunks, chunk)
 	}
 }
 
@@ -139,7 +139,7 @@ func (a *actor) runVariant(sandbox string) variant {
 func (a *actor) run(ctx context.Context) {
 	if sandbox := a.sandbox(); sandbox != "" {
 		v := a.runVariant(sandbox)
-		most := callMost
+		most := callTimeout
 		if a.random.IntN(5) == 0 {
 			most = time.Duration(1+a.random.IntN(100)) * time.Millisecond
 		}
@@ -167,7 +167,7 @@ func (a *actor) exec(ctx context.Context) {
 		e.RequestID = a.requestID()
 	}
 	slow := a.random.IntN(2) == 0
-	_ = a.s.attempt(ctx, e, execMost, func(ctx context.Context, e *Event) error {
+	_ = a.s.attempt(ctx, e, execTimeout, func(ctx context.Context, e *Event) error {
 		stdout, stderr := &attachedOutput{}, &attachedOutput{stderr: true}
 		streams := client.ExecIO{Stdout: stdout, Stderr: stderr, RequestID: e.RequestID, Gap: func(stream berthv1.Stream, from, to uint64) {
 			if stream == berthv1.Stream_STREAM_STDERR {
@@ -187,7 +187,7 @@ func (a *actor) exec(ctx context.Context) {
 			return err
 		}
 		e.told(job)
-		e.Pieces = append(stdout.pieces, stderr.pieces...)
+		e.Chunks = append(stdout.chunks, stderr.chunks...)
 		e.Whole = err == nil && !job.GetOutcome().GetOutputStillOpen()
 		a.s.noteJob(job, plan)
 		return err
@@ -199,21 +199,21 @@ func (a *actor) exec(ctx context.Context) {
 type attachedOutput struct {
 	stderr bool
 	next   uint64
-	pieces []Piece
+	chunks []Chunk
 }
 
 func (o *attachedOutput) Write(data []byte) (int, error) {
-	o.pieces = append(o.pieces, Piece{Stderr: o.stderr, Offset: o.next, Bytes: uint64(len(data)), Sum: Sum(data)})
+	o.chunks = append(o.chunks, Chunk{Stderr: o.stderr, Offset: o.next, Bytes: uint64(len(data)), Sum: Sum(data)})
 	o.next += uint64(len(data))
 	return len(data), nil
 }
 
 func (o *attachedOutput) gap(from, to uint64) {
-	o.pieces = append(o.pieces, Piece{Stderr: o.stderr, Offset: from, Bytes: to - from, Gap: true})
+	o.chunks = append(o.chunks, Chunk{Stderr: o.stderr, Offset: from, Bytes: to - from, Gap: true})
 	o.next = to
 }
 
-// slowReader gives its bytes in pieces, with pauses, so that a kill comes between them.
+// slowReader gives its bytes in chunks, with pauses, so that a kill comes between them.
 type slowReader struct{ rest []byte }
 
 func (r *slowReader) Read(into []byte) (int, error) {
@@ -226,7 +226,7 @@ func (r *slowReader) Read(into []byte) (int, error) {
 	return n, nil
 }
 
-// feedSome writes the next piece of a job's input, some of them twice at once, some again what was
+// feedSome writes the next chunk of a job's input, some of them twice at once, some again what was
 // written before.
 func (a *actor) feedSome(ctx context.Context) {
 	if len(a.feeding) == 0 {
@@ -256,7 +256,7 @@ func (a *actor) feedSome(ctx context.Context) {
 	}
 	var group sync.WaitGroup
 	if a.random.IntN(4) == 0 {
-		group.Go(func() { _ = a.s.attempt(ctx, e, callMost, write) })
+		group.Go(func() { _ = a.s.attempt(ctx, e, callTimeout, write) })
 	}
 	err := a.insist(ctx, a.random, e, write)
 	group.Wait()

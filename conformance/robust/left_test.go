@@ -15,13 +15,13 @@ import (
 
 // nothingLeft wants the broker, the provider and the host to be as before.
 func (s *suite) nothingLeft(ctx context.Context) {
-	s.until(ctx, "the broker", orphanMost, func() (bool, string) {
+	s.until(ctx, "the broker", orphanTimeout, func() (bool, string) {
 		info, err := s.patient.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		quiet := err == nil && info.GetOpenOperations() == 0 && info.GetOpenJobs() == 0 && len(info.GetSandboxes()) == 0 &&
 			info.GetRecoveringMachines() == 0 && info.GetOrphanMachines() == 0
 		return quiet, fmt.Sprint(info, err)
 	})
-	s.until(ctx, "what machines had", restMost, func() (bool, string) {
+	s.until(ctx, "what machines had", restTimeout, func() (bool, string) {
 		left := append(s.broker.Leftovers(), s.strays()...)
 		return len(left) == 0, strings.Join(left, "; ")
 	})

@@ -10,8 +10,8 @@ import (
 	"github.com/anishathalye/porcupine"
 )
 
-// linearMost bounds the search for one order of one request id's or one sandbox's calls.
-const linearMost = 2 * time.Minute
+// linearTimeout bounds the search for one order of one request id's or one sandbox's calls.
+const linearTimeout = 2 * time.Minute
 
 // never is the end of a call that was not answered: what it asked for may be done at any later time.
 const never = math.MaxInt64
@@ -32,11 +32,11 @@ func linear(events []Event) (problems []string, checked int) {
 }
 
 func ordered(model porcupine.Model, what string, operations []porcupine.Operation) []string {
-	switch porcupine.CheckOperationsTimeout(model, operations, linearMost) {
+	switch porcupine.CheckOperationsTimeout(model, operations, linearTimeout) {
 	case porcupine.Ok:
 		return nil
 	case porcupine.Unknown:
-		return []string{fmt.Sprintf("%s: no order was found or refuted in %s among %d calls", what, linearMost, len(operations))}
+		return []string{fmt.Sprintf("%s: no order was found or refuted in %s among %d calls", what, linearTimeout, len(operations))}
 	}
 	text := what + ": no order of its calls explains their answers:"
 	for _, o := range operations {

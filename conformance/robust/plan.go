@@ -131,5 +131,5 @@ func repeat(text string, length int) []byte {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Sum is the checksum of a Piece's bytes.
+// Sum is the checksum of a Chunk's bytes.
 func Sum(data []byte) uint32 { return crc32.Checksum(data, castagnoli) }

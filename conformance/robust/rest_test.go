@@ -19,11 +19,11 @@ import (
 
 // Tuning.
 const (
-	restMost = 4 * time.Minute // for operations, jobs and leftovers to come to their end
-	// orphanMost is for a machine that came back after its destroy (a provider that does things twice):
+	restTimeout = 4 * time.Minute // for operations, jobs and leftovers to come to their end
+	// orphanTimeout is for a machine that came back after its destroy (a provider that does things twice):
 	// the reconciler's grace, counted anew after each start, and two of its sweeps.
-	orphanMost = 6 * time.Minute
-	lookEvery  = 100 * time.Millisecond
+	orphanTimeout = 6 * time.Minute
+	probeInterval = 100 * time.Millisecond
 	// What a broker at rest may have grown by: descriptors and threads of idle connections, and a heap
 	// that the garbage collector has not given back.
 	fdSlack  = 8
@@ -32,7 +32,7 @@ const (
 
 // rest takes all harm away, waits until everything has come to its end, and looks at all there is.
 func (s *suite) rest(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, 2*restMost+orphanMost)
+	ctx, cancel := context.WithTimeout(ctx, 2*restTimeout+orphanTimeout)
 	defer cancel()
 	s.wakeAll()
 	// Whatever hangs in the provider ends with this life of the broker.
@@ -71,7 +71,7 @@ func (s *suite) learn(ctx context.Context) {
 
 // until looks again and again until done says so.
 func (s *suite) until(ctx context.Context, what string, most time.Duration, done func() (bool, string)) {
-	most = s.patience(most)
+	most = s.timeout(most)
 	deadline := time.Now().Add(most)
 	for {
 		ok, have := done()
@@ -82,7 +82,7 @@ func (s *suite) until(ctx context.Context, what string, most time.Duration, done
 			s.problem("rest", "%s has not come to its end after %s: %s", what, most, have)
 			return
 		}
-		fixture.Pause(lookEvery)
+		fixture.Pause(probeInterval)
 	}
 }
 
@@ -96,7 +96,7 @@ func (s *suite) settleSandboxes(ctx context.Context) []*berthv1.Sandbox {
 			s.resume(ctx, sandbox.GetId())
 		}
 	}
-	s.until(ctx, "what guests are heard from", restMost, func() (bool, string) {
+	s.until(ctx, "what guests are heard from", restTimeout, func() (bool, string) {
 		info, err := s.patient.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		return err == nil && info.GetRecoveringMachines() == 0, fmt.Sprint(info.GetRecoveringMachines(), " machines are silent ", err)
 	})
@@ -111,14 +111,14 @@ func (s *suite) settleSandboxes(ctx context.Context) []*berthv1.Sandbox {
 }
 
 func (s *suite) noOperations(ctx context.Context) {
-	s.until(ctx, "the operations", restMost, func() (bool, string) {
+	s.until(ctx, "the operations", restTimeout, func() (bool, string) {
 		info, err := s.patient.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		return err == nil && info.GetOpenOperations() == 0, fmt.Sprint(info.GetOpenOperations(), " are open ", err)
 	})
 }
 
 func (s *suite) resume(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "ResumeSandbox", Sandbox: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "ResumeSandbox", Sandbox: id}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 		reply, err := s.patient.Sandboxes().ResumeSandbox(ctx, &berthv1.ResumeSandboxRequest{SandboxId: id})
 		if err == nil {
 			showSandbox(e, reply.GetSandbox())
@@ -185,7 +185,7 @@ func (s *suite) listJobs(ctx context.Context) []*berthv1.Job {
 	var all []*berthv1.Job
 	for token := ""; ; {
 		var next string
-		err := s.attempt(ctx, Event{Op: "ListJobs"}, s.patience(restMost), func(ctx context.Context, e *Event) error {
+		err := s.attempt(ctx, Event{Op: "ListJobs"}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 			reply, err := s.patient.Jobs().ListJobs(ctx, &berthv1.ListJobsRequest{PageToken: token})
 			for _, job := range reply.GetJobs() {
 				e.Jobs = append(e.Jobs, showJob(job))
@@ -218,7 +218,7 @@ func (s *suite) feedRest(ctx context.Context, id string, input []byte) {
 }
 
 func (s *suite) stopJob(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "StopJob", ID: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "StopJob", ID: id}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 		reply, err := s.patient.Jobs().StopJob(ctx, &berthv1.StopJobRequest{JobId: id, Grace: milliseconds(stopGrace)})
 		if err == nil {
 			e.told(reply.GetJob())
@@ -231,7 +231,7 @@ func (s *suite) stopJob(ctx context.Context, id string) {
 }
 
 func (s *suite) settleJob(ctx context.Context, id string) {
-	err := s.attempt(ctx, Event{Op: "PollJob", ID: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
+	err := s.attempt(ctx, Event{Op: "PollJob", ID: id}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 		job, err := s.patient.WaitJob(ctx, id)
 		if err == nil {
 			e.told(job)
@@ -249,13 +249,13 @@ func (s *suite) settleJob(ctx context.Context, id string) {
 		return
 	}
 	e := Event{Op: "ReadAllOutput", ID: id, Whole: true}
-	err = s.attempt(ctx, e, s.patience(restMost), func(ctx context.Context, e *Event) error {
+	err = s.attempt(ctx, e, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 		for _, stream := range []berthv1.Stream{berthv1.Stream_STREAM_STDOUT, berthv1.Stream_STREAM_STDERR} {
-			sink := &pieces{stderr: stream == berthv1.Stream_STREAM_STDERR}
+			sink := &chunks{stderr: stream == berthv1.Stream_STREAM_STDERR}
 			if _, err := s.patient.FollowOutput(ctx, id, stream, 0, client.UntilSealed, sink); err != nil {
 				return err
 			}
-			e.Pieces = append(e.Pieces, sink.all...)
+			e.Chunks = append(e.Chunks, sink.all...)
 		}
 		return nil
 	})
@@ -264,26 +264,26 @@ func (s *suite) settleJob(ctx context.Context, id string) {
 	}
 }
 
-// pieces is a sink of output.
-type pieces struct {
+// chunks is a sink of output.
+type chunks struct {
 	stderr bool
-	all    []Piece
+	all    []Chunk
 }
 
-func (p *pieces) Data(offset uint64, data []byte) error {
-	p.all = append(p.all, Piece{Stderr: p.stderr, Offset: offset, Bytes: uint64(len(data)), Sum: Sum(data)})
+func (p *chunks) Data(offset uint64, data []byte) error {
+	p.all = append(p.all, Chunk{Stderr: p.stderr, Offset: offset, Bytes: uint64(len(data)), Sum: Sum(data)})
 	return nil
 }
 
-func (p *pieces) Gap(from, to uint64) error {
-	p.all = append(p.all, Piece{Stderr: p.stderr, Offset: from, Bytes: to - from, Gap: true})
+func (p *chunks) Gap(from, to uint64) error {
+	p.all = append(p.all, Chunk{Stderr: p.stderr, Offset: from, Bytes: to - from, Gap: true})
 	return nil
 }
 
 // compareMachines wants the provider's machines to become the ledger's: none without a record, and none
 // missing of a sandbox that runs. That a resting one is gone the broker sees at its second look only.
 func (s *suite) compareMachines(ctx context.Context) {
-	s.until(ctx, "the provider's machines", orphanMost, func() (bool, string) {
+	s.until(ctx, "the provider's machines", orphanTimeout, func() (bool, string) {
 		var ours, lost []string // of what is lost, some may be left until it is destroyed
 		for _, sandbox := range s.listSandboxes(ctx) {
 			if sandbox.GetState() == berthv1.SandboxState_SANDBOX_STATE_LOST {
@@ -303,8 +303,8 @@ func (s *suite) compareMachines(ctx context.Context) {
 // providersMachines lists the machines at the provider, past the broker.
 func (s *suite) providersMachines(ctx context.Context) ([]string, error) {
 	switch {
-	case s.world != nil:
-		return s.world.Machines()
+	case s.harness != nil:
+		return s.harness.Machines()
 	case fixture.OnDocker():
 		info, err := s.patient.Admin().GetInfo(ctx, &berthv1.GetInfoRequest{})
 		if err != nil {
@@ -325,7 +325,7 @@ func (s *suite) providersMachines(ctx context.Context) ([]string, error) {
 func (s *suite) destroyAll(ctx context.Context, sandboxes []*berthv1.Sandbox) {
 	for _, sandbox := range sandboxes {
 		id := sandbox.GetId()
-		err := s.attempt(ctx, Event{Op: "DestroySandbox", Sandbox: id}, s.patience(restMost), func(ctx context.Context, e *Event) error {
+		err := s.attempt(ctx, Event{Op: "DestroySandbox", Sandbox: id}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 			reply, err := s.patient.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: id})
 			if err == nil {
 				showSandbox(e, reply.GetSandbox())

@@ -32,13 +32,13 @@ const (
 
 // Tuning.
 const (
-	killsDefault  = 20
-	killsAtOnce   = 10 // in one episode, after which all is let come to rest and looked at
-	problemsShown = 20
-	actors        = 4               // clients with traffic of their own
-	brokenMost    = 5 * time.Second // for what is waited for after a problem was seen
-	runMost       = 15 * time.Minute
-	killMost      = time.Minute // that one kill may add to it, on a busy machine
+	killsDefault    = 20
+	killsPerEpisode = 10 // in one episode, after which all is let come to rest and looked at
+	problemsShown   = 20
+	actors          = 4               // clients with traffic of their own
+	failedTimeout   = 5 * time.Second // for what is waited for after a problem was seen
+	runTimeout      = 15 * time.Minute
+	timeoutPerKill  = time.Minute // that one kill may add to it, on a busy machine
 )
 
 func TestRandomTrafficAndKillsBreakNoPromise(t *testing.T) {
@@ -47,12 +47,12 @@ func TestRandomTrafficAndKillsBreakNoPromise(t *testing.T) {
 	seed := number(t, seedVariable, uint64(time.Now().UnixNano()))
 	s := newSuite(t, seed)
 	t.Logf("provider %s, %d kills, %s=%d", fixture.ProviderName(), kills, seedVariable, seed)
-	ctx, cancel := context.WithTimeout(context.Background(), runMost+time.Duration(kills)*killMost)
+	ctx, cancel := context.WithTimeout(context.Background(), runTimeout+time.Duration(kills)*timeoutPerKill)
 	t.Cleanup(cancel)
 	s.broker.Start(t)
 	s.learn(ctx)
 	for left := kills; left > 0 && !t.Failed() && !s.hopeless(); {
-		now := min(left, killsAtOnce)
+		now := min(left, killsPerEpisode)
 		left -= now
 		s.episode(ctx, int(now))
 		s.progress(kills - left)
@@ -100,7 +100,7 @@ type suite struct {
 	began   time.Time
 	counter string // the file on this host that counts starts; empty where machines cannot write there
 	repo    string // that sandboxes may be cloned from
-	world   *fake.World
+	harness *fake.Harness
 	patient *client.Client
 	able    map[string]bool // the provider's capabilities
 
@@ -134,8 +134,8 @@ func newSuite(t *testing.T, seed uint64) *suite {
 		s.counter = filepath.Join(s.broker.Dir, "starts")
 	}
 	if fixture.ProviderName() == "fake" {
-		world := fake.At(filepath.Join(s.broker.State(), "fake"))
-		s.world = &world
+		harness := fake.At(filepath.Join(s.broker.State(), "fake"))
+		s.harness = &harness
 	}
 	path := os.Getenv(historyVariable)
 	if path == "" {
@@ -171,10 +171,10 @@ func (s *suite) hopeless() bool {
 	return s.broken
 }
 
-// patience is how long something is waited for: not for long in a run that has failed already.
-func (s *suite) patience(most time.Duration) time.Duration {
+// timeout is how long something is waited for: not for long in a run that has failed already.
+func (s *suite) timeout(most time.Duration) time.Duration {
 	if s.hopeless() {
-		return min(most, brokenMost)
+		return min(most, failedTimeout)
 	}
 	return most
 }
@@ -182,7 +182,7 @@ func (s *suite) patience(most time.Duration) time.Duration {
 // episode is traffic under kills, and then a rest.
 func (s *suite) episode(ctx context.Context, kills int) {
 	s.episodes++
-	s.traffic(ctx, func() { s.havoc(ctx, kills) })
+	s.traffic(ctx, func() { s.chaos(ctx, kills) })
 	s.rest(ctx)
 }
 
@@ -263,10 +263,10 @@ func (s *suite) keepLog() {
 // summary tells what a run did, one line for each kind of thing.
 func summary(events []Event, report Report) string {
 	var text strings.Builder
-	calls, havoc := map[string]map[string]int{}, map[string]int{}
+	calls, chaos := map[string]map[string]int{}, map[string]int{}
 	for _, e := range events {
 		if e.Kind != KindCall {
-			havoc[strings.TrimSpace(string(e.Kind)+" "+e.Op)]++
+			chaos[strings.TrimSpace(string(e.Kind)+" "+e.Op)]++
 			continue
 		}
 		if calls[e.Op] == nil {
@@ -274,14 +274,14 @@ func summary(events []Event, report Report) string {
 		}
 		calls[e.Op][e.Result]++
 	}
-	delete(havoc, string(KindStarts))
+	delete(chaos, string(KindStarts))
 	line := func(name string, counts map[string]int) {
 		fmt.Fprintf(&text, "\n  %-16s", name)
 		for _, key := range slices.Sorted(maps.Keys(counts)) {
 			fmt.Fprintf(&text, " %s %d,", key, counts[key])
 		}
 	}
-	line("havoc", havoc)
+	line("chaos", chaos)
 	for _, op := range slices.Sorted(maps.Keys(calls)) {
 		line(op, calls[op])
 	}

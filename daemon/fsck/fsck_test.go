@@ -143,9 +143,9 @@ func TestNothingIsConcludedOfAProviderThatIsNotWell(t *testing.T) {
 			w.Orphan("m_orphan", w.Ledger.Instance())
 			_, err := w.Check(w.Ctx, false)
 			harness.Must(t, err)
-			harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+			harness.Must(t, w.Fake.Harness().Vanish(w.Ctx, sandbox.GetMachineId()))
 			w.Silent(sandbox)
-			harness.Must(t, w.Fake.World().Script(faults...))
+			harness.Must(t, w.Fake.Harness().Script(faults...))
 			w.Later(time.Hour)
 			for range 2 {
 				if finding := w.wantFindings(w.fsck(true), "provider_unusable fake")[0]; finding.Repaired || finding.WhyNot == "" {
@@ -162,7 +162,7 @@ func TestAMachineThatVanishedIsFoundAndItsSandboxLostByARepair(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
 	job := w.Job(sandbox)
-	harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Vanish(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
 	want := "machine_gone " + sandbox.GetMachineId()
 	for range 2 {
@@ -186,7 +186,7 @@ func TestASuspendedMachineWhoseProcessesDiedIsFoundAndMarkedStopped(t *testing.T
 	_, err := w.Sandboxes.Suspend(w.Ctx, harness.Call("suspend", ""), sandbox.GetId())
 	harness.Must(t, err)
 	w.wantFindings(w.fsck(true))
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	finding := w.wantFindings(w.fsck(true), "machine_stopped "+sandbox.GetMachineId())[0]
 	if !finding.Repaired || !strings.Contains(finding.Message, "SUSPENDED") {
 		t.Errorf("%+v", finding)
@@ -198,7 +198,7 @@ func TestASuspendedMachineWhoseProcessesDiedIsFoundAndMarkedStopped(t *testing.T
 func TestARepairThatSeesSomethingElseTheSecondTimeDoesNothing(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
 	reports := make(chan *Report)
 	go func() {
@@ -209,9 +209,9 @@ func TestARepairThatSeesSomethingElseTheSecondTimeDoesNothing(t *testing.T) {
 		reports <- report
 	}()
 	w.Wait("the first look", func() bool { return w.opts.Reconcile.FoundFor(sandbox.GetMachineId()) > 0 })
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: fake.Unavailable}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallInspect, Kind: fake.Unavailable}))
 	finding := w.wantFindings(<-reports, "machine_stopped "+sandbox.GetMachineId())[0]
-	harness.Must(t, w.Fake.World().Script())
+	harness.Must(t, w.Fake.Harness().Script())
 	if finding.Repaired || !strings.Contains(finding.WhyNot, "second look") {
 		t.Errorf("%+v", finding)
 	}
@@ -225,9 +225,9 @@ func TestARepairThatSeesSomethingElseTheSecondTimeDoesNothing(t *testing.T) {
 func TestASecondLookHasTheTimeOfALookHoweverLongTheFirstTook(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: fake.Late, Times: 1, DelayMillis: (reconcile.ObserveTimeout - reconcile.ObserveInterval/2).Milliseconds()}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallInspect, Kind: fake.Late, Times: 1, DelayMillis: (reconcile.ObserveTimeout - reconcile.ObserveInterval/2).Milliseconds()}))
 	if finding := w.wantFindings(w.fsck(true), "machine_stopped "+sandbox.GetMachineId())[0]; !finding.Repaired {
 		t.Errorf("%+v", finding)
 	}
@@ -236,7 +236,7 @@ func TestASecondLookHasTheTimeOfALookHoweverLongTheFirstTook(t *testing.T) {
 
 func TestOperationsThatDoNotComeOnAreFound(t *testing.T) {
 	w := newHarness(t)
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unavailable}))
 	go func() { _, _ = w.Sandboxes.Create(w.Ctx, harness.Call("create", "c"), &berthv1.SandboxSpec{}) }()
 	var operation *recordv1.OperationRecord
 	w.Wait("a failed step", func() bool {

@@ -66,7 +66,7 @@ func New(t *testing.T) *Harness {
 	h.Start()
 	t.Cleanup(func() {
 		h.Stop()
-		Must(t, h.Fake.World().Strike(context.Background()))
+		Must(t, h.Fake.Harness().Close(context.Background()))
 		Must(t, h.Fake.Close())
 		Must(t, h.Ledger.Close())
 		cancel()
@@ -209,7 +209,7 @@ func (h *Harness) WantState(sandbox *recordv1.SandboxRecord, want berthv1.Sandbo
 // WantMachine fails the test unless a machine is there, or is not.
 func (h *Harness) WantMachine(id string, want bool, when string) {
 	h.T.Helper()
-	there, err := h.Fake.World().Machines()
+	there, err := h.Fake.Harness().Machines()
 	Must(h.T, err)
 	if found := slices.Contains(there, id); found != want {
 		h.T.Fatalf("%s machine %s is there: %v", when, id, found)

@@ -16,31 +16,31 @@ import (
 	between "github.com/berth-sandbox/berth/providers/fake/faultproxy"
 )
 
-// told returns how often a lie was told.
+// told returns how often a rule was applied.
 func (w *harness) told(id string) int {
 	w.t.Helper()
-	times, err := w.fake.World().Told(id)
+	times, err := w.fake.Harness().Applied(id)
 	must(w.t, err)
 	return times
 }
 
 // withRules is a harness with a sandbox whose real guest is behind a fault proxy with these rules.
-func withRules(t *testing.T, lies ...between.Lie) (*harness, *recordv1.SandboxRecord) {
+func withRules(t *testing.T, rules ...between.Rule) (*harness, *recordv1.SandboxRecord) {
 	t.Helper()
 	w := newHarness(t)
-	must(t, w.fake.World().Lie())
+	must(t, w.fake.Harness().SetRules())
 	sandbox := w.sandbox()
-	must(t, w.fake.World().Lie(lies...))
+	must(t, w.fake.Harness().SetRules(rules...))
 	return w, sandbox
 }
 
 func TestAGuestThatAnswersAtOnceIsAskedSeldom(t *testing.T) {
 	t.Parallel()
 	w, sandbox := withRules(t,
-		between.Lie{ID: "list", Call: "List", Kind: between.AtOnce}, between.Lie{ID: "wait", Call: "Wait", Kind: between.AtOnce})
+		between.Rule{ID: "list", Call: "List", Kind: between.AtOnce}, between.Rule{ID: "wait", Call: "Wait", Kind: between.AtOnce})
 	job := w.started(sandbox, shell("sleep 60")) // ends the list that was asked for before
 	w.unrecorded.Await(sandbox.GetMachineId(), job.GetId())
-	w.wait("the lies to be told", func() bool { return w.told("list") > 0 && w.told("wait") > 0 })
+	w.wait("the lies to be applied", func() bool { return w.told("list") > 0 && w.told("wait") > 0 })
 	lists, waits := w.told("list"), w.told("wait")
 	background.Pause(w.ctx, 2*time.Second)
 	if lists, waits = w.told("list")-lists, w.told("wait")-waits; lists > 30 || waits > 30 {
@@ -53,9 +53,9 @@ func TestAGuestThatAnswersAtOnceIsAskedSeldom(t *testing.T) {
 func TestAGuestWhoseConnectionsBreakAtOnceIsDialledSeldom(t *testing.T) {
 	t.Parallel()
 	w, _ := withRules(t,
-		between.Lie{ID: "hello", Call: "Hello", Kind: between.Set, Fields: map[string]any{"uid": 1}}, between.Lie{ID: "cut", Call: "List", Kind: between.CutMidway})
+		between.Rule{ID: "hello", Call: "Hello", Kind: between.Set, Fields: map[string]any{"uid": 1}}, between.Rule{ID: "cut", Call: "List", Kind: between.CutMidway})
 	w.restart()
-	w.wait("the lies to be told", func() bool { return w.told("hello") > 1 })
+	w.wait("the lies to be applied", func() bool { return w.told("hello") > 1 })
 	before := w.told("hello")
 	background.Pause(w.ctx, 2*time.Second)
 	if dialled := w.told("hello") - before; dialled > 20 {
@@ -65,12 +65,12 @@ func TestAGuestWhoseConnectionsBreakAtOnceIsDialledSeldom(t *testing.T) {
 
 func TestAFollowerOutlivesOneListOfAnotherBoot(t *testing.T) {
 	t.Parallel()
-	w, sandbox := withRules(t, between.Lie{ID: "boot", Call: "List", Kind: between.Set, Fields: map[string]any{"boot_id": "another"}, Times: 1})
+	w, sandbox := withRules(t, between.Rule{ID: "boot", Call: "List", Kind: between.Set, Fields: map[string]any{"boot_id": "another"}, Times: 1})
 	job := w.started(sandbox, shell("exit 7"))
 	w.wait("the job's outcome to come home by itself", func() bool { return record.IsDone(w.record(job.GetId())) })
 	w.wantExit(w.record(job.GetId()), 7)
 	if w.told("boot") != 1 {
-		t.Error("the lie was not told")
+		t.Error("the rule was not told")
 	}
 }
 
@@ -81,11 +81,11 @@ func TestAGuestThatIsConnectedAndSilentHoldsNobodyUp(t *testing.T) {
 	w.restart()
 	job := w.started(sandbox, shell("sleep 60"))
 	w.wait("it to be recorded as running", func() bool { return record.HasBegun(w.record(job.GetId())) })
-	var lies []between.Lie
+	var rules []between.Rule
 	for _, silent := range []string{"Wait", "Read", "Signal", "Input", "Stop"} {
-		lies = append(lies, between.Lie{ID: silent, Call: silent, Kind: between.Silent})
+		rules = append(rules, between.Rule{ID: silent, Call: silent, Kind: between.Silent})
 	}
-	must(t, w.fake.World().Lie(lies...))
+	must(t, w.fake.Harness().SetRules(rules...))
 	for _, c := range []struct {
 		name string
 		ask  func() error

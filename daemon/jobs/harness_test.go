@@ -114,7 +114,7 @@ func newHarness(t *testing.T) *harness {
 	w.start()
 	t.Cleanup(func() {
 		w.stop()
-		must(t, made.World().Strike(context.Background()))
+		must(t, made.Harness().Close(context.Background()))
 		must(t, made.Close())
 		must(t, w.ledger.Close())
 	})

@@ -106,7 +106,7 @@ func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 	sandbox := w.sandbox()
 	reserved := w.reserved(sandbox, shell("echo ran >> ran"))
 	running := w.started(sandbox, shell("sleep 100"))
-	must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	must(t, w.fake.Harness().Kill(w.ctx, sandbox.GetMachineId()))
 	w.rest(sandbox, berthv1.SandboxState_SANDBOX_STATE_STOPPED)
 
 	begin := time.Now()
@@ -468,7 +468,7 @@ func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.sandbox()
 	job := w.started(sandbox, shell("sleep 100"))
-	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
+	must(t, w.fake.Harness().Vanish(w.ctx, sandbox.GetMachineId()))
 	w.rest(sandbox, berthv1.SandboxState_SANDBOX_STATE_LOST)
 	done := w.record(job.GetId())
 	w.wantCause(done, berthv1.Cause_CAUSE_LOST, "machine_gone")

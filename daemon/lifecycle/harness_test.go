@@ -120,8 +120,8 @@ func newHarness(t *testing.T) *harness {
 	w.start()
 	t.Cleanup(func() {
 		w.stop()
-		must(t, w.fake.World().Script())
-		must(t, w.fake.World().Strike(context.Background()))
+		must(t, w.fake.Harness().Script())
+		must(t, w.fake.Harness().Close(context.Background()))
 		must(t, w.fake.Close())
 		must(t, w.ledger.Close())
 		if t.Failed() {
@@ -185,7 +185,7 @@ func (w *harness) stop() {
 
 func (w *harness) script(faults ...fake.Fault) {
 	w.t.Helper()
-	must(w.t, w.fake.World().Script(faults...))
+	must(w.t, w.fake.Harness().Script(faults...))
 }
 
 func call(method, requestID string) request.Call {
@@ -207,7 +207,7 @@ func (w *harness) created() *recordv1.SandboxRecord {
 func (w *harness) stopped() *recordv1.SandboxRecord {
 	w.t.Helper()
 	sandbox := w.created()
-	must(w.t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+	must(w.t, w.fake.Harness().Kill(w.ctx, sandbox.GetMachineId()))
 	w.markStopped()
 	return sandbox
 }
@@ -250,14 +250,14 @@ func (w *harness) operation() *recordv1.OperationRecord {
 
 func (w *harness) calls(c fake.Call) int {
 	w.t.Helper()
-	n, err := w.fake.World().Calls(c, "")
+	n, err := w.fake.Harness().Calls(c, "")
 	must(w.t, err)
 	return n
 }
 
 func (w *harness) boots() int {
 	w.t.Helper()
-	n, err := w.fake.World().Boots(w.only().GetMachineId())
+	n, err := w.fake.Harness().Boots(w.only().GetMachineId())
 	must(w.t, err)
 	return n
 }
@@ -280,7 +280,7 @@ func (w *harness) wantBoots(want int) {
 // operation.
 func (w *harness) wantNothing() {
 	w.t.Helper()
-	machines, err := w.fake.World().Machines()
+	machines, err := w.fake.Harness().Machines()
 	must(w.t, err)
 	if len(machines) > 0 {
 		w.t.Errorf("machines %v are left", machines)

@@ -48,7 +48,7 @@ func TestACreateTakesEachAnswerOfItsProviderForWhatItIs(t *testing.T) {
 		{"no capacity", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Capacity}}, fault.QuotaExceeded, 0},
 		{"a machine that stops each time", []fake.Fault{{Call: fake.CallCreate, Kind: fake.Kill}}, fault.ProviderRefused, 0},
 		{"a machine that vanishes before its guest answered", []fake.Fault{
-			{Call: fake.CallCreate, Kind: fake.Mute}, {Call: fake.CallInspect, Kind: fake.Vanish, Times: 1},
+			{Call: fake.CallCreate, Kind: fake.Unresponsive}, {Call: fake.CallInspect, Kind: fake.Vanish, Times: 1},
 		}, fault.MachineGone, 0},
 		{"a refusal, and a destroy that fails at first", []fake.Fault{
 			{Call: fake.CallCreate, Kind: fake.LoseReply, Times: 1}, {Call: fake.CallCreate, Kind: fake.Refuse},
@@ -110,7 +110,7 @@ func TestADestroyIsNeverGivenUp(t *testing.T) {
 		t.Parallel()
 		w := newHarness(t)
 		sandbox := w.created()
-		must(t, w.fake.World().Mute(sandbox.GetMachineId()))
+		must(t, w.fake.Harness().Freeze(sandbox.GetMachineId()))
 		_, err := w.Destroy(w.ctx, call("destroy", "d"), sandbox.GetId())
 		must(t, err)
 		w.wantNothing()
@@ -184,9 +184,9 @@ var bootCrashes = []crash{
 		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}) },
 		func(w *harness) bool { return w.step() == "boot" && w.boots() > w.before }, nil},
 	{"before its guest has answered",
-		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute}) },
+		func(w *harness) { w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unresponsive}) },
 		func(w *harness) bool { return w.step() == "connect" },
-		func(w *harness) { must(w.t, w.fake.World().Wake(w.only().GetMachineId())) }},
+		func(w *harness) { must(w.t, w.fake.Harness().Thaw(w.only().GetMachineId())) }},
 }
 
 func (w *harness) step() string { return w.operation().GetStep() }
@@ -200,7 +200,7 @@ func TestACreateGoesOnAfterACrashAtEachStep(t *testing.T) {
 		{"before it is ready",
 			func(w *harness) {
 				w.setHooks(func(context.Context) error {
-					return w.fake.World().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Hang})
+					return w.fake.Harness().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Hang})
 				}, nil)
 			},
 			func(w *harness) bool { return w.step() == "ready" && w.calls(fake.CallInfo) > 1 }, nil},
@@ -223,7 +223,7 @@ func TestACreateGoesOnAfterACrashAtEachStep(t *testing.T) {
 			sandbox := w.created() // the same request joins
 			w.wantState(running)
 			w.wantBoots(1)
-			if machines, err := w.fake.World().Machines(); err != nil || len(machines) != 1 {
+			if machines, err := w.fake.Harness().Machines(); err != nil || len(machines) != 1 {
 				t.Errorf("machines %v (%v)", machines, err)
 			}
 			if sandbox.GetGeneration() != 1 {
@@ -280,7 +280,7 @@ var destroyCrashes = []crash{
 	{"after it was destroyed, before that is recorded",
 		func(w *harness) { w.script(fake.Fault{Call: fake.CallDestroy, Kind: fake.HangAfter}) },
 		func(w *harness) bool {
-			machines, err := w.fake.World().Machines()
+			machines, err := w.fake.Harness().Machines()
 			return err == nil && len(machines) == 0 && w.calls(fake.CallDestroy) == 1
 		}, nil},
 	{"before it is known to be gone",
@@ -350,7 +350,7 @@ func TestAMachineThatVanishesWhileItsWorkspaceIsPreparedFailsItsCreateAtOnce(t *
 	t.Parallel()
 	w := newHarness(t)
 	w.setHooks(func(ctx context.Context) error {
-		return errors.Join(w.fake.World().Vanish(ctx, w.only().GetMachineId()), errors.New("the connection was lost"))
+		return errors.Join(w.fake.Harness().Vanish(ctx, w.only().GetMachineId()), errors.New("the connection was lost"))
 	}, nil)
 	if _, err := w.create("c"); !fault.Is(err, fault.MachineGone) {
 		t.Fatalf("the error is %v", err)
@@ -364,7 +364,7 @@ func (w *harness) halfDestroy(ctx context.Context) error {
 	if err := os.WriteFile(filepath.Join(w.dir, "m", id, "doomed"), nil, 0o600); err != nil {
 		return err
 	}
-	return w.fake.World().Kill(ctx, id)
+	return w.fake.Harness().Kill(ctx, id)
 }
 
 func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testing.T) {
@@ -382,7 +382,7 @@ func TestAMachineThatIsHalfDestroyedWhileItIsSetUpFailsItsCreateAtOnce(t *testin
 	t.Run("its guest is waited for", func(t *testing.T) {
 		t.Parallel()
 		w := newHarness(t)
-		w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Mute})
+		w.script(fake.Fault{Call: fake.CallCreate, Kind: fake.Unresponsive})
 		answer := make(chan error, 1)
 		go func() {
 			_, err := w.create("c")

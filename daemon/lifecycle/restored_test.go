@@ -14,12 +14,12 @@ func TestAResumeOfAMachineThatIsGoneMakesNoOther(t *testing.T) {
 	t.Parallel()
 	w := newHarness(t)
 	sandbox := w.stopped()
-	must(t, w.fake.World().Vanish(w.ctx, sandbox.GetMachineId()))
+	must(t, w.fake.Harness().Vanish(w.ctx, sandbox.GetMachineId()))
 	if _, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId()); !fault.Is(err, fault.MachineGone) {
 		t.Errorf("the error is %v, want %s", err, fault.MachineGone)
 	}
 	w.wantState(stopped) // reconcile finds out
-	if machines, err := w.fake.World().Machines(); err != nil || len(machines) > 0 {
+	if machines, err := w.fake.Harness().Machines(); err != nil || len(machines) > 0 {
 		t.Errorf("machines %v (%v)", machines, err)
 	}
 }
@@ -34,7 +34,7 @@ func TestAResumeOfAMachineThatIsHalfDestroyedMakesNoOther(t *testing.T) {
 			w := newHarness(t)
 			sandbox := w.created()
 			if state == stopped {
-				must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+				must(t, w.fake.Harness().Kill(w.ctx, sandbox.GetMachineId()))
 				w.markStopped()
 			} else if _, err := w.Suspend(w.ctx, call("suspend", ""), sandbox.GetId()); err != nil {
 				t.Fatal(err)
@@ -101,7 +101,7 @@ func TestACreateThatWasOpenInABackupKeepsTheMachineThatIsThere(t *testing.T) {
 	if operation := w.operation(); operation.GetUndoing() != nil || operation.GetStep() != "workspace" {
 		t.Errorf("the operation is %v", operation)
 	}
-	if machines, err := w.fake.World().Machines(); err != nil || len(machines) != 1 {
+	if machines, err := w.fake.Harness().Machines(); err != nil || len(machines) != 1 {
 		t.Errorf("machines %v (%v), want the one", machines, err)
 	}
 	if _, err := w.Destroy(w.ctx, call("destroy", ""), w.only().GetId()); err != nil {

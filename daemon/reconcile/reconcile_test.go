@@ -60,7 +60,7 @@ func TestAMachineThatVanishedIsLostWhenThatWasSeenTwice(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
 	job := w.Job(sandbox)
-	harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Vanish(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
 	w.observeSilent(w.Ctx)
 	w.WantState(sandbox, running, "after one observation")
@@ -82,16 +82,16 @@ func TestAProviderThatDoesNotSayChangesNothing(t *testing.T) {
 		t.Run(string(kind), func(t *testing.T) {
 			w := newHarness(t)
 			sandbox := w.Sandbox()
-			harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+			harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 			w.Silent(sandbox)
 			w.observeSilent(w.Ctx)
-			harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInspect, Kind: kind}))
+			harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallInspect, Kind: kind}))
 			for range 3 {
 				w.Later(time.Hour)
 				w.observeSilent(w.Ctx)
 			}
 			w.WantState(sandbox, running, "after looks without an answer")
-			harness.Must(t, w.Fake.World().Script())
+			harness.Must(t, w.Fake.Harness().Script())
 			w.Later(time.Hour)
 			w.observeSilent(w.Ctx)
 			w.WantState(sandbox, running, "after one observation with an answer")
@@ -112,7 +112,7 @@ func TestASuspendedMachineWhoseProcessesDiedIsStopped(t *testing.T) {
 	w.Later(ObserveInterval)
 	w.observeResting(w.Ctx)
 	w.WantState(sandbox, suspended, "while it is frozen")
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.observeResting(w.Ctx)
 	w.WantState(sandbox, suspended, "after one observation")
 	w.Later(ObserveInterval)
@@ -131,13 +131,13 @@ func TestASuspendedMachineWhoseProcessesDiedIsStopped(t *testing.T) {
 func TestAStoppedMachineThatVanishesIsLost(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
 	w.observeSilent(w.Ctx)
 	w.Later(ObserveInterval)
 	w.observeSilent(w.Ctx)
 	w.WantState(sandbox, stopped, "after two looks")
-	harness.Must(t, w.Fake.World().Vanish(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Vanish(w.Ctx, sandbox.GetMachineId()))
 	for range 2 {
 		w.Later(SweepInterval)
 		w.observeSilent(w.Ctx)
@@ -150,7 +150,7 @@ func TestAnUnresponsiveGuestHoldsUpNobodyAndItsMachineStays(t *testing.T) {
 	w := newHarness(t)
 	unresponsive, other := w.Sandbox(), w.Sandbox()
 	w.Stop()
-	harness.Must(t, w.Fake.World().Mute(unresponsive.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Freeze(unresponsive.GetMachineId()))
 	w.start()
 	harness.Must(t, w.Service.Start()) // does not wait for it
 	if _, err := w.Jobs.Run(w.Ctx, harness.Call("run", ""), other.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil {
@@ -163,7 +163,7 @@ func TestAnUnresponsiveGuestHoldsUpNobodyAndItsMachineStays(t *testing.T) {
 	}
 	w.WantState(unresponsive, running, "while its guest is unresponsive")
 	w.WantMachine(unresponsive.GetMachineId(), true, "while its guest is unresponsive")
-	harness.Must(t, w.Fake.World().Wake(unresponsive.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Thaw(unresponsive.GetMachineId()))
 	if _, err := w.Jobs.Run(w.Ctx, harness.Call("run", ""), unresponsive.GetId(), &berthv1.JobSpec{Shell: "true"}, 10); err != nil && !fault.Is(err, fault.Recovering) {
 		t.Errorf("a command in it when it woke: %v", err)
 	}
@@ -201,15 +201,15 @@ func TestAnOrphanIsLeftAloneWhileItsProviderIsNotWell(t *testing.T) {
 	w := newHarness(t)
 	w.Harness.Orphan("m_orphan", w.Ledger.Instance())
 	w.sweep(w.Ctx)
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Unavailable}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallInfo, Kind: fake.Unavailable}))
 	w.Later(time.Hour)
 	w.sweep(w.Ctx)
 	w.WantMachine("m_orphan", true, "while its provider is not well")
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Fail}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallList, Kind: fake.Fail}))
 	w.Later(time.Hour)
 	w.sweep(w.Ctx)
 	w.WantMachine("m_orphan", true, "while its provider can't list it")
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallDestroy, Kind: fake.LoseReply, Times: 1}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallDestroy, Kind: fake.LoseReply, Times: 1}))
 	for range 3 {
 		w.Later(time.Hour)
 		w.sweep(w.Ctx)
@@ -223,7 +223,7 @@ func TestAStaleListDestroysNothing(t *testing.T) {
 	w.sweep(w.Ctx) // so that there is a list to be stale
 	w.Destroy(gone)
 	sandbox := w.Sandbox()
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallList, Kind: fake.Stale}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallList, Kind: fake.Stale}))
 	for range 3 {
 		w.Later(time.Hour)
 		w.sweep(w.Ctx)
@@ -247,20 +247,20 @@ func TestAMachineThatComesBackAfterItsDestroyIsDestroyedAgain(t *testing.T) {
 
 func TestStartGoesOnWithWhatWasBegun(t *testing.T) {
 	w := newHarness(t)
-	harness.Must(t, w.Fake.World().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}))
+	harness.Must(t, w.Fake.Harness().Script(fake.Fault{Call: fake.CallCreate, Kind: fake.HangAfter}))
 	go func() { _, _ = w.Sandboxes.Create(w.Ctx, harness.Call("create", "c"), &berthv1.SandboxSpec{}) }()
 	w.Wait("the boot", func() bool {
-		machines, err := w.Fake.World().Machines()
+		machines, err := w.Fake.Harness().Machines()
 		return err == nil && len(machines) == 1 && machines[0] != ""
 	})
 	w.Stop()
-	harness.Must(t, w.Fake.World().Script())
+	harness.Must(t, w.Fake.Harness().Script())
 	w.start()
 	harness.Must(t, w.Service.Start())
 	sandbox, err := w.Sandboxes.Create(w.Ctx, harness.Call("create", "c"), &berthv1.SandboxSpec{})
 	harness.Must(t, err)
 	w.WantState(sandbox, running, "after the restart")
-	if boots, err := w.Fake.World().Boots(sandbox.GetMachineId()); err != nil || boots > 1 {
+	if boots, err := w.Fake.Harness().Boots(sandbox.GetMachineId()); err != nil || boots > 1 {
 		t.Errorf("its machine was booted %d times (%v)", boots, err)
 	}
 }
@@ -307,7 +307,7 @@ func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
 		defer close(done)
 		w.Run(ctx)
 	}()
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Kick()
 	w.Kick()
 	w.Wait("the sandbox to be stopped", func() bool {
@@ -321,7 +321,7 @@ func TestRunEndsWithItsContextAndHearsKicks(t *testing.T) {
 func TestATrimThatTakesLongHoldsUpNoLook(t *testing.T) {
 	w := newHarness(t)
 	sandbox := w.Sandbox()
-	harness.Must(t, w.Fake.World().Kill(w.Ctx, sandbox.GetMachineId()))
+	harness.Must(t, w.Fake.Harness().Kill(w.Ctx, sandbox.GetMachineId()))
 	w.Silent(sandbox)
 	written, held := make(chan error, 1), make(chan struct{})
 	letGo := sync.OnceFunc(func() { close(held) })

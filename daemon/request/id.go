@@ -8,9 +8,9 @@ import (
 	"github.com/oklog/ulid/v2"
 )
 
-// backMost is the longest step back of the wall clock that ids bridge. Behind one that is longer the clock
+// maxStepBack is the longest step back of the wall clock that ids bridge. Behind one that is longer the clock
 // had been wrong, and its time is not to be in ids for ever.
-const backMost = 24 * time.Hour
+const maxStepBack = 24 * time.Hour
 
 // ids makes ids that sort in the order in which this process made them, also where the wall clock is
 // stepped back meanwhile: lists are in the order of ids.
@@ -28,7 +28,7 @@ func NewID(prefix string) string { return prefix + "_" + made.next(ulid.Now()).S
 func (i *ids) next(now uint64) ulid.ULID {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if now > i.latest || i.latest-now > uint64(backMost.Milliseconds()) {
+	if now > i.latest || i.latest-now > uint64(maxStepBack.Milliseconds()) {
 		i.latest = now
 	}
 	id, err := ulid.New(i.latest, i.entropy)

@@ -18,7 +18,7 @@ const compactTxBytes = 4 << 20
 // BackupTo writes a consistent copy of the ledger to path, mode 0600, replacing what is there: whole
 // and on disk, or not at all. With compact the copy has next to no free pages. Updates go on meanwhile;
 // only one that makes the file's map grow waits for the copying. The copy says of itself that it is one,
-// so that a broker that is started on it knows that the world has gone on since (see restore.go). The
+// so that a broker that is started on it knows that the harness has gone on since (see restore.go). The
 // ledger itself is refused as a path.
 func (s *Store) BackupTo(ctx context.Context, path string, compact bool) error {
 	same, err := sameFile(path, s.path)

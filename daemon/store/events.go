@@ -74,8 +74,8 @@ func (tx *Tx) ListEvents(q Page, keep func(*recordv1.EventRecord) bool) (revisio
 func (tx *Tx) OldestRevision() uint64 { return tx.counts.trimmed + 1 }
 
 // TrimEvents removes the oldest events: those from before that time, and those beyond the newest
-// keepAtMost (not positive: no bound). It removes at most max and returns how many it removed.
-func (tx *Tx) TrimEvents(before time.Time, keepAtMost int, max int) (int, error) {
+// maxKept (not positive: no bound). It removes at most max and returns how many it removed.
+func (tx *Tx) TrimEvents(before time.Time, maxKept int, max int) (int, error) {
 	bucket, err := tx.bucket(eventsBucket)
 	if err != nil {
 		return 0, err
@@ -87,7 +87,7 @@ func (tx *Tx) TrimEvents(before time.Time, keepAtMost int, max int) (int, error)
 		if err != nil {
 			return 0, err
 		}
-		tooMany := keepAtMost > 0 && tx.counts.events > uint64(keepAtMost)+uint64(len(old))
+		tooMany := maxKept > 0 && tx.counts.events > uint64(maxKept)+uint64(len(old))
 		if !tooMany && !event.GetTime().AsTime().Before(before) {
 			break
 		}

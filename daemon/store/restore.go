@@ -14,7 +14,7 @@ import (
 // far below 2^53, up to which every client's numbers are whole.
 const restoredGap = 1 << 40
 
-// takeUpBackup makes a ledger of a copy that BackupTo made, or that was taken before an upgrade. The world has
+// takeUpBackup makes a ledger of a copy that BackupTo made, or that was taken before an upgrade. The harness has
 // gone on since, so what the ledger says was to happen may have happened, and have been undone again:
 //
 //   - revisions jump, and the gap counts as trimmed: a follower is told that it missed something;

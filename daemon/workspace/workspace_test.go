@@ -70,7 +70,7 @@ func boot(t *testing.T) *machine {
 	}})
 	t.Cleanup(func() {
 		links.Close()
-		must(t, provider.World().Strike(context.Background()))
+		must(t, provider.Harness().Close(context.Background()))
 		must(t, provider.Close())
 		cancel()
 		_ = os.RemoveAll(dir)

@@ -18,10 +18,10 @@ import (
 
 // Tuning.
 const (
-	deadFor   = 2 * time.Second  // how long the broker stays dead
-	patience  = 90 * time.Second // the first go test on a new machine compiles the standard library
-	readyMost = 20 * time.Second // for the broker to say that it is ready
-	stopMost  = 20 * time.Second // for the broker to stop
+	deadFor      = 2 * time.Second  // how long the broker stays dead
+	waitTimeout  = 90 * time.Second // the first go test on a new machine compiles the standard library
+	readyTimeout = 20 * time.Second // for the broker to say that it is ready
+	stopTimeout  = 20 * time.Second // for the broker to stop
 )
 
 // The repository's files bear a suffix here, so that they are no package of this module.
@@ -198,7 +198,7 @@ func (s *stage) startBroker(ctx context.Context) error {
 		line, _ := bufio.NewReader(out).ReadString('\n')
 		ready <- strings.TrimSpace(line)
 	}()
-	timer := time.NewTimer(readyMost)
+	timer := time.NewTimer(readyTimeout)
 	defer timer.Stop()
 	select {
 	case line := <-ready:
@@ -208,7 +208,7 @@ func (s *stage) startBroker(ctx context.Context) error {
 		s.say(fmt.Sprintf("%s (pid %d)", line, broker.Process.Pid))
 		return nil
 	case <-timer.C:
-		return fmt.Errorf("berthd is not ready after %s: %s", readyMost, s.lastLog())
+		return fmt.Errorf("berthd is not ready after %s: %s", readyTimeout, s.lastLog())
 	case <-ctx.Done():
 		return ctx.Err()
 	}
@@ -239,14 +239,14 @@ func (s *stage) stopBroker() error {
 	}
 	done := make(chan error, 1)
 	go func() { done <- s.broker.Wait() }()
-	timer := time.NewTimer(stopMost)
+	timer := time.NewTimer(stopTimeout)
 	defer timer.Stop()
 	select {
 	case err := <-done:
 		s.broker = nil
 		return err
 	case <-timer.C:
-		return fmt.Errorf("berthd has not stopped after %s", stopMost)
+		return fmt.Errorf("berthd has not stopped after %s", stopTimeout)
 	}
 }
 
@@ -319,11 +319,11 @@ func (s *stage) leftovers() []string {
 	return left
 }
 
-// strike takes the stage down, however the story ended.
-func (s *stage) strike(ctx context.Context) error {
+// close takes the stage down, however the story ended.
+func (s *stage) close(ctx context.Context) error {
 	if s.broker != nil {
 		// The story broke off: destroy what it has made before the broker goes.
-		ctx, cancel := context.WithTimeout(ctx, stopMost)
+		ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 		defer cancel()
 		if ids, err := s.run(ctx, 0, []string{"ls", "-o", "id"}); err == nil {
 			for _, id := range strings.Fields(string(ids)) {

@@ -27,7 +27,7 @@ func tell(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, s.strike(context.WithoutCancel(ctx))) }()
+	defer func() { err = errors.Join(err, s.close(context.WithoutCancel(ctx))) }()
 	if err := s.open(ctx); err != nil {
 		return err
 	}
@@ -185,7 +185,7 @@ func (s *stage) leaveNothing(ctx context.Context, sandbox string) error {
 
 // untilOutput waits until the job has printed something.
 func (s *stage) untilOutput(ctx context.Context, job string) error {
-	for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
+	for deadline := time.Now().Add(waitTimeout); time.Now().Before(deadline); {
 		read, err := s.quietly(ctx, "logs", job)
 		if err != nil {
 			return err

@@ -16,11 +16,11 @@ func TestTheContract(t *testing.T) { contract.Suite(t, place) }
 // place is a directory of machines as the suite has it, whose obstacles are faults of the script.
 func place(t *testing.T) *contract.Place {
 	_, dir := open(t)
-	world := At(filepath.Join(dir, "m"))
+	harness := At(filepath.Join(dir, "m"))
 	scripted := func(kind Kind) contract.Obstacle {
 		return contract.Obstacle{Name: "the fault " + string(kind), Put: func(t testing.TB, _ providers.MachineSpec) func() {
-			must(t, world.Script(Fault{Call: CallCreate, Kind: kind}))
-			return func() { must(t, world.Script()) }
+			must(t, harness.Script(Fault{Call: CallCreate, Kind: kind}))
+			return func() { must(t, harness.Script()) }
 		}}
 	}
 	return &contract.Place{
@@ -34,13 +34,13 @@ func place(t *testing.T) *contract.Place {
 		},
 		KillGuest: func(t testing.TB, id string) {
 			t.Helper()
-			m, err := world.machine(id)
+			m, err := harness.machine(id)
 			must(t, err)
 			must(t, m.signalGuest(9))
 		},
 		Traces: func(t testing.TB, id string) (left []string) {
 			t.Helper()
-			for _, path := range []string{filepath.Join(dir, "m", id), world.gone(id), filepath.Join(dir, "s", id)} {
+			for _, path := range []string{filepath.Join(dir, "m", id), harness.gone(id), filepath.Join(dir, "s", id)} {
 				if _, err := os.Lstat(path); err == nil {
 					left = append(left, path)
 				}

@@ -1,8 +1,8 @@
 // Package fake is a provider for tests: its machines are real guest processes, each in a directory of
 // its own, and every call of it can be made to fail in the ways that real providers fail. Faults come
 // from a script in its directory that is read again at each call, so that a test also reaches the
-// provider of a broker in another process; see World. What its guests say can be changed on the way; see
-// World.Lie. What it knows of its machines lies in files and locks, and survives a crash. It isolates
+// provider of a broker in another process; see Harness. What its guests say can be changed on the way; see
+// Harness.SetRules. What it knows of its machines lies in files and locks, and survives a crash. It isolates
 // nothing, never runs a command in a machine, and is no provider for work.
 package fake
 
@@ -34,7 +34,7 @@ const (
 	termTimeout  = 3 * time.Second       // for a guest to end what it started, before it is killed
 	killTimeout  = 10 * time.Second      // for killed processes to be gone
 	pollInterval = 5 * time.Millisecond  // at something that is about to happen
-	reapInterval = 20 * time.Millisecond // to the exit of guests that this process started, and to the script of lies
+	reapInterval = 20 * time.Millisecond // to the exit of guests that this process started, and to the script of rules
 )
 
 // Options are what a Provider is made from. All but Log are required.
@@ -51,11 +51,11 @@ type Options struct {
 
 // Provider boots guests as plain processes. It satisfies providers.Provider and Suspender.
 type Provider struct {
-	world  World
-	broker string
-	guest  func(arch string) (string, error)
-	log    *slog.Logger
-	lies   *faultproxy.Script
+	harness Harness
+	broker  string
+	guest   func(arch string) (string, error)
+	log     *slog.Logger
+	rules   *faultproxy.Script
 
 	ctx    context.Context //nolint:containedctx // ends what is done again after a reply
 	cancel context.CancelFunc
@@ -100,9 +100,9 @@ func New(options Options) (*Provider, error) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	p := &Provider{
-		world: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
+		harness: At(dir), broker: options.BrokerID, guest: options.GuestPath, log: options.Log,
 		ctx: ctx, cancel: cancel, turns: map[string]*sync.Mutex{}, children: map[int]bool{},
-		lies: faultproxy.In(dir), plain: map[*honestConn]bool{},
+		rules: faultproxy.In(dir), plain: map[*honestConn]bool{},
 	}
 	p.work.Go(p.reap)
 	return p, nil
@@ -117,8 +117,8 @@ func removeStaged(dir string) error {
 	return err
 }
 
-// World is what the provider's machines and faults are reached by.
-func (p *Provider) World() World { return p.world }
+// Harness is what the provider's machines and faults are reached by.
+func (p *Provider) Harness() Harness { return p.harness }
 
 // Close ends what the provider does in the background and waits for it. The machines live on.
 func (p *Provider) Close() error {
@@ -128,7 +128,7 @@ func (p *Provider) Close() error {
 }
 
 // reap collects the exit of guests that this process started, so that they leave no zombies, and looks
-// whether lies are wanted.
+// whether rules are wanted.
 func (p *Provider) reap() {
 	ticker := time.NewTicker(reapInterval)
 	defer ticker.Stop()
@@ -226,10 +226,10 @@ func (p *Provider) Inspect(ctx context.Context, id string) (providers.Machine, e
 }
 
 func (p *Provider) find(id string) (providers.Machine, error) {
-	if _, err := os.Stat(p.world.gone(id)); err == nil {
+	if _, err := os.Stat(p.harness.gone(id)); err == nil {
 		return providers.Machine{ID: id, State: providers.MachinePartial, Note: "it is half destroyed"}, nil
 	}
-	m, err := p.world.machine(id)
+	m, err := p.harness.machine(id)
 	if err != nil {
 		return providers.Machine{}, err
 	}
@@ -247,16 +247,16 @@ func (p *Provider) List(ctx context.Context) ([]providers.Machine, error) {
 		return err
 	})
 	if errors.Is(err, errStale) {
-		return p.world.lastList()
+		return p.harness.lastList()
 	}
 	if err != nil {
 		return nil, err
 	}
-	return machines, p.world.rememberList(machines)
+	return machines, p.harness.rememberList(machines)
 }
 
 func (p *Provider) list() ([]providers.Machine, error) {
-	entries, err := os.ReadDir(p.world.dir)
+	entries, err := os.ReadDir(p.harness.dir)
 	if err != nil {
 		return nil, fmt.Errorf("listing the machines: %w", err)
 	}
@@ -282,7 +282,7 @@ func (p *Provider) list() ([]providers.Machine, error) {
 func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error {
 	return p.inject(ctx, CallDestroy, machine.ID, func(ctx context.Context) error {
 		defer p.turn(machine.ID)()
-		m, err := p.world.machine(machine.ID)
+		m, err := p.harness.machine(machine.ID)
 		switch {
 		case errors.Is(err, providers.ErrNotFound):
 			if filepath.Base(machine.ListenDir) == machine.ID { // only such a directory is the machine's
@@ -290,7 +290,7 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 					return fmt.Errorf("removing the sockets of machine %s: %w", machine.ID, err)
 				}
 			}
-			return os.RemoveAll(p.world.gone(machine.ID))
+			return os.RemoveAll(p.harness.gone(machine.ID))
 		case err != nil:
 			return err
 		case m.Broker != p.broker:
@@ -305,7 +305,7 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	var dialer providers.Dialer
 	err := p.inject(ctx, CallDialer, machine.ID, func(context.Context) error {
 		defer p.turn(machine.ID)()
-		m, err := p.world.machine(machine.ID)
+		m, err := p.harness.machine(machine.ID)
 		if err != nil {
 			return err
 		}
@@ -330,9 +330,9 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 
 // boot makes the machine run, and does nothing where its guest lives.
 func (p *Provider) boot(ctx context.Context, spec providers.MachineSpec) error {
-	m, err := p.world.machine(spec.MachineID)
+	m, err := p.harness.machine(spec.MachineID)
 	if errors.Is(err, providers.ErrNotFound) {
-		m, err = p.world.stage(spec)
+		m, err = p.harness.stage(spec)
 	}
 	if err != nil {
 		return err

@@ -26,7 +26,7 @@ func open(t *testing.T) (*Provider, string) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := At(filepath.Join(dir, "m")).Strike(context.Background()); err != nil {
+		if err := At(filepath.Join(dir, "m")).Close(context.Background()); err != nil {
 			t.Error(err)
 		}
 		_ = os.RemoveAll(dir)
@@ -76,14 +76,14 @@ func wantAbsent(t *testing.T, p *Provider, id string) {
 	if found, err := p.Inspect(t.Context(), id); !errors.Is(err, providers.ErrNotFound) {
 		t.Fatalf("machine %s is %v (%v), want none", id, found.State, err)
 	}
-	if left, err := (&machine{dir: filepath.Join(p.world.dir, id)}).members(); err != nil || len(left) > 0 {
+	if left, err := (&machine{dir: filepath.Join(p.harness.dir, id)}).members(); err != nil || len(left) > 0 {
 		t.Fatalf("processes %v of machine %s are left (%v)", left, id, err)
 	}
 }
 
 func wantBoots(t *testing.T, p *Provider, id string, want int) {
 	t.Helper()
-	if boots, err := p.World().Boots(id); err != nil || boots != want {
+	if boots, err := p.Harness().Boots(id); err != nil || boots != want {
 		t.Fatalf("machine %s was booted %d times (%v), want %d", id, boots, err, want)
 	}
 }
@@ -111,12 +111,12 @@ func TestEachFaultDoesWhatItsNameSays(t *testing.T) {
 		{Late, none, 1, 1},
 		{Twice, none, 1, 1},
 		{Kill, none, 1, 2},
-		{Mute, none, 1, 1},
+		{Unresponsive, none, 1, 1},
 	} {
 		t.Run(string(test.kind), func(t *testing.T) {
 			p, dir := open(t)
 			id := "m_x"
-			must(t, p.World().Script(Fault{Call: CallCreate, Kind: test.kind, Times: 1, DelayMillis: 20}))
+			must(t, p.Harness().Script(Fault{Call: CallCreate, Kind: test.kind, Times: 1, DelayMillis: 20}))
 			limit := 5 * time.Second
 			if test.kind == Hang || test.kind == HangAfter {
 				limit = 300 * time.Millisecond
@@ -141,23 +141,23 @@ func TestEachFaultDoesWhatItsNameSays(t *testing.T) {
 
 func TestAFaultStrikesItsMachineAndNoOther(t *testing.T) {
 	p, dir := open(t)
-	must(t, p.World().Script(Fault{Call: CallCreate, Machine: "m_a", Kind: Refuse}))
+	must(t, p.Harness().Script(Fault{Call: CallCreate, Machine: "m_a", Kind: Refuse}))
 	if _, err := p.Create(t.Context(), spec(dir, "m_a")); !errors.Is(err, providers.ErrRefused) {
 		t.Fatalf("the error is %v", err)
 	}
 	_, err := p.Create(t.Context(), spec(dir, "m_b"))
 	must(t, err)
-	must(t, p.World().Script())
+	must(t, p.Harness().Script())
 	_, err = p.Create(t.Context(), spec(dir, "m_a"))
 	must(t, err)
-	if calls, err := p.World().Calls(CallCreate, "m_a"); err != nil || calls != 2 {
+	if calls, err := p.Harness().Calls(CallCreate, "m_a"); err != nil || calls != 2 {
 		t.Fatalf("%d calls (%v), want 2", calls, err)
 	}
 }
 
 func TestAFaultIsCountedAcrossACrash(t *testing.T) {
 	p, dir := open(t)
-	must(t, p.World().Script(Fault{Call: CallInfo, Kind: Fail, Times: 2}))
+	must(t, p.Harness().Script(Fault{Call: CallInfo, Kind: Fail, Times: 2}))
 	for i, provider := range []*Provider{p, again(t, dir), again(t, dir)} {
 		if _, err := provider.Info(t.Context()); (err != nil) != (i < 2) {
 			t.Fatalf("call %d: %v", i, err)
@@ -167,7 +167,7 @@ func TestAFaultIsCountedAcrossACrash(t *testing.T) {
 
 func TestTwiceBringsBackAMachineThatWasDestroyedMeanwhile(t *testing.T) {
 	p, dir := open(t)
-	must(t, p.World().Script(Fault{Call: CallCreate, Kind: Twice, Times: 1, DelayMillis: 300}))
+	must(t, p.Harness().Script(Fault{Call: CallCreate, Kind: Twice, Times: 1, DelayMillis: 300}))
 	_, err := p.Create(t.Context(), spec(dir, "m_a"))
 	must(t, err)
 	must(t, p.Destroy(t.Context(), providers.Machine{ID: "m_a"}))
@@ -183,7 +183,7 @@ func TestAStaleListIsTheLastOne(t *testing.T) {
 	must(t, err)
 	first, err := p.List(t.Context())
 	must(t, err)
-	must(t, p.World().Script(Fault{Call: CallList, Kind: Stale, Times: 1}))
+	must(t, p.Harness().Script(Fault{Call: CallList, Kind: Stale, Times: 1}))
 	_, err = p.Create(t.Context(), spec(dir, "m_b"))
 	must(t, err)
 	stale, err := p.List(t.Context())
@@ -199,10 +199,10 @@ func TestAMuteGuestIsStoppedAndWakes(t *testing.T) {
 	p, dir := open(t)
 	_, err := p.Create(t.Context(), spec(dir, "m_a"))
 	must(t, err)
-	must(t, p.World().Mute("m_a"))
+	must(t, p.Harness().Freeze("m_a"))
 	wantState(t, p, "m_a", providers.MachineRunning)
-	must(t, p.World().Wake("m_a"))
-	must(t, p.World().Mute("m_a"))
+	must(t, p.Harness().Thaw("m_a"))
+	must(t, p.Harness().Freeze("m_a"))
 	must(t, p.Destroy(t.Context(), providers.Machine{ID: "m_a", ListenDir: filepath.Join(dir, "s", "m_a")}))
 	wantAbsent(t, p, "m_a")
 }
@@ -211,7 +211,7 @@ func TestVanishLeavesNothing(t *testing.T) {
 	p, dir := open(t)
 	_, err := p.Create(t.Context(), spec(dir, "m_a"))
 	must(t, err)
-	must(t, p.World().Script(Fault{Call: CallInspect, Kind: Vanish, Times: 1}))
+	must(t, p.Harness().Script(Fault{Call: CallInspect, Kind: Vanish, Times: 1}))
 	wantAbsent(t, p, "m_a")
 }
 
@@ -219,15 +219,15 @@ func TestAHalfDestroyedMachineIsFoundAndFinished(t *testing.T) {
 	p, dir := open(t)
 	_, err := p.Create(t.Context(), spec(dir, "m_a"))
 	must(t, err)
-	m, err := p.World().machine("m_a")
+	m, err := p.Harness().machine("m_a")
 	must(t, err)
 	must(t, appendLine(m.path(terminatingFile), ""))
 	wantState(t, p, "m_a", providers.MachinePartial)
 	if _, err := p.Create(t.Context(), spec(dir, "m_a")); !errors.Is(err, providers.ErrRefused) {
 		t.Fatalf("a machine that is to be destroyed was booted: %v", err)
 	}
-	must(t, p.World().Kill(t.Context(), "m_a"))
-	must(t, os.Rename(m.dir, p.World().gone("m_a")))
+	must(t, p.Harness().Kill(t.Context(), "m_a"))
+	must(t, os.Rename(m.dir, p.Harness().gone("m_a")))
 	wantState(t, p, "m_a", providers.MachinePartial)
 	listed, err := p.List(t.Context())
 	if err != nil || len(listed) != 1 || listed[0].ID != "m_a" {
@@ -242,7 +242,7 @@ func TestAMachineThatACrashLeftHalfMadeIsRemovedAtTheNextStart(t *testing.T) {
 	must(t, p.Close())
 	must(t, os.Mkdir(filepath.Join(dir, "m", newPrefix+"123"), 0o700))
 	p = again(t, dir)
-	if left, err := p.World().Machines(); err != nil || len(left) > 0 {
+	if left, err := p.Harness().Machines(); err != nil || len(left) > 0 {
 		t.Fatalf("machines %v are left (%v)", left, err)
 	}
 }
@@ -253,6 +253,6 @@ func TestAMachineWhoseBrokerWasKilledRightAfterItsBootIsStoppedAndNotHalfMade(t 
 	_, err := p.Create(t.Context(), spec(dir, id))
 	must(t, err)
 	must(t, os.Remove(filepath.Join(dir, "m", id, bootsFile))) // it was not noted yet
-	must(t, p.World().Kill(t.Context(), id))
+	must(t, p.Harness().Kill(t.Context(), id))
 	wantState(t, p, id, providers.MachineStopped)
 }

@@ -36,19 +36,19 @@ type Kind string
 
 // The kinds. "Acts" is what the call is there for.
 const (
-	Refuse      Kind = "refuse"      // ErrRefused, nothing was done
-	Capacity    Kind = "capacity"    // ErrCapacity, nothing was done
-	Unavailable Kind = "unavailable" // *UnavailableError, nothing was done
-	Fail        Kind = "fail"        // an error of no kind, nothing was done
-	Hang        Kind = "hang"        // nothing is done, and no answer comes before the context ends
-	LoseReply   Kind = "lose_reply"  // acts, and answers ErrAmbiguous
-	HangAfter   Kind = "hang_after"  // acts, and no answer comes before the context ends
-	Late        Kind = "late"        // acts, and answers after the delay
-	Twice       Kind = "twice"       // Create and Destroy only: acts, answers, and acts again after the delay
-	Vanish      Kind = "vanish"      // the machine is killed and removed first; then it acts
-	Kill        Kind = "kill"        // acts, and then the guest and all its processes are killed
-	Mute        Kind = "mute"        // acts, and then the guest is stopped by a signal: it says nothing more
-	Stale       Kind = "stale"       // List only: returns what the last list did
+	Refuse       Kind = "refuse"       // ErrRefused, nothing was done
+	Capacity     Kind = "capacity"     // ErrCapacity, nothing was done
+	Unavailable  Kind = "unavailable"  // *UnavailableError, nothing was done
+	Fail         Kind = "fail"         // an error of no kind, nothing was done
+	Hang         Kind = "hang"         // nothing is done, and no answer comes before the context ends
+	LoseReply    Kind = "lose_reply"   // acts, and answers ErrAmbiguous
+	HangAfter    Kind = "hang_after"   // acts, and no answer comes before the context ends
+	Late         Kind = "late"         // acts, and answers after the delay
+	Twice        Kind = "twice"        // Create and Destroy only: acts, answers, and acts again after the delay
+	Vanish       Kind = "vanish"       // the machine is killed and removed first; then it acts
+	Kill         Kind = "kill"         // acts, and then the guest and all its processes are killed
+	Unresponsive Kind = "unresponsive" // acts, and then the guest is stopped by a signal: it says nothing more
+	Stale        Kind = "stale"        // List only: returns what the last list did
 )
 
 // Fault is a line of the script.
@@ -69,14 +69,14 @@ const (
 	listFile   = "list.json" // what the last list that was not stale returned
 )
 
-// World is a fake provider's directory, seen from a test: also of a provider in another process.
-type World struct{ dir string }
+// Harness is a fake provider's directory, seen from a test: also of a provider in another process.
+type Harness struct{ dir string }
 
-// At is the world in a directory, that of Options.Dir.
-func At(dir string) World { return World{dir} }
+// At is the harness in a directory, that of Options.Dir.
+func At(dir string) Harness { return Harness{dir} }
 
 // Script makes these the faults from the next call on; none takes all away.
-func (w World) Script(faults ...Fault) error {
+func (w Harness) Script(faults ...Fault) error {
 	for i := range faults {
 		if faults[i].ID == "" {
 			faults[i].ID = strconv.FormatInt(time.Now().UnixNano(), 36) + "-" + strconv.Itoa(i)
@@ -93,7 +93,7 @@ func (w World) Script(faults ...Fault) error {
 }
 
 // Calls returns how often a method was called, on one machine or, with an empty id, on all.
-func (w World) Calls(call Call, machineID string) (int, error) {
+func (w Harness) Calls(call Call, machineID string) (int, error) {
 	data, err := os.ReadFile(filepath.Join(w.dir, callsFile))
 	if err != nil && !isAbsent(err) {
 		return 0, fmt.Errorf("counting calls: %w", err)
@@ -109,7 +109,7 @@ func (w World) Calls(call Call, machineID string) (int, error) {
 }
 
 // Boots returns how often a machine's guest was started.
-func (w World) Boots(machineID string) (int, error) {
+func (w Harness) Boots(machineID string) (int, error) {
 	data, err := os.ReadFile(filepath.Join(w.dir, machineID, bootsFile))
 	if isAbsent(err) {
 		return 0, nil
@@ -118,7 +118,7 @@ func (w World) Boots(machineID string) (int, error) {
 }
 
 // Machines lists the machines that are there, whole or not, of any broker.
-func (w World) Machines() ([]string, error) {
+func (w Harness) Machines() ([]string, error) {
 	entries, err := os.ReadDir(w.dir)
 	var ids []string
 	for _, entry := range entries {
@@ -130,7 +130,7 @@ func (w World) Machines() ([]string, error) {
 }
 
 // Vanish kills and removes a machine, as somebody behind the broker's back does.
-func (w World) Vanish(ctx context.Context, machineID string) error {
+func (w Harness) Vanish(ctx context.Context, machineID string) error {
 	m, err := w.machine(machineID)
 	if errors.Is(err, providers.ErrNotFound) {
 		return nil
@@ -142,7 +142,7 @@ func (w World) Vanish(ctx context.Context, machineID string) error {
 }
 
 // Kill kills every process of a machine; its disk stays.
-func (w World) Kill(ctx context.Context, machineID string) error {
+func (w Harness) Kill(ctx context.Context, machineID string) error {
 	m, err := w.machine(machineID)
 	if err != nil {
 		return err
@@ -159,13 +159,13 @@ func (w World) Kill(ctx context.Context, machineID string) error {
 	})
 }
 
-// Mute stops a machine's guest by a signal, so that it says nothing more; its jobs go on.
-func (w World) Mute(machineID string) error { return w.signal(machineID, syscall.SIGSTOP) }
+// Freeze stops a machine's guest by a signal, so that it says nothing more; its jobs go on.
+func (w Harness) Freeze(machineID string) error { return w.signal(machineID, syscall.SIGSTOP) }
 
-// Wake undoes Mute.
-func (w World) Wake(machineID string) error { return w.signal(machineID, syscall.SIGCONT) }
+// Thaw undoes Freeze.
+func (w Harness) Thaw(machineID string) error { return w.signal(machineID, syscall.SIGCONT) }
 
-func (w World) signal(machineID string, signal syscall.Signal) error {
+func (w Harness) signal(machineID string, signal syscall.Signal) error {
 	m, err := w.machine(machineID)
 	if err != nil {
 		return err
@@ -173,8 +173,8 @@ func (w World) signal(machineID string, signal syscall.Signal) error {
 	return m.signalGuest(signal)
 }
 
-// Strike removes every machine; for the end of a test.
-func (w World) Strike(ctx context.Context) error {
+// Close removes every machine; for the end of a test.
+func (w Harness) Close(ctx context.Context) error {
 	ids, err := w.Machines()
 	for _, id := range ids {
 		err = errors.Join(err, w.Vanish(ctx, id))
@@ -183,7 +183,7 @@ func (w World) Strike(ctx context.Context) error {
 }
 
 // faults reads the script.
-func (w World) faults() ([]Fault, error) {
+func (w Harness) faults() ([]Fault, error) {
 	data, err := os.ReadFile(filepath.Join(w.dir, scriptFile))
 	if isAbsent(err) {
 		return nil, nil
@@ -199,7 +199,7 @@ func (w World) faults() ([]Fault, error) {
 }
 
 // strikes counts a fault and reports whether it strikes once more.
-func (w World) strikes(fault Fault) (bool, error) {
+func (w Harness) strikes(fault Fault) (bool, error) {
 	if fault.Times == 0 {
 		return true, nil
 	}
@@ -214,10 +214,10 @@ func (w World) strikes(fault Fault) (bool, error) {
 func (p *Provider) fault(call Call, machineID string) (Fault, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := appendLine(filepath.Join(p.world.dir, callsFile), string(call)+" "+machineID); err != nil {
+	if err := appendLine(filepath.Join(p.harness.dir, callsFile), string(call)+" "+machineID); err != nil {
 		return Fault{}, err
 	}
-	faults, err := p.world.faults()
+	faults, err := p.harness.faults()
 	if err != nil {
 		return Fault{}, err
 	}
@@ -225,7 +225,7 @@ func (p *Provider) fault(call Call, machineID string) (Fault, error) {
 		if fault.Call != call || fault.Machine != "" && fault.Machine != machineID {
 			continue
 		}
-		strikes, err := p.world.strikes(fault)
+		strikes, err := p.harness.strikes(fault)
 		if err != nil {
 			return Fault{}, err
 		}
@@ -268,7 +268,7 @@ func (p *Provider) inject(ctx context.Context, call Call, machineID string, act 
 		<-ctx.Done()
 		return ctx.Err()
 	case Vanish:
-		if err := p.world.Vanish(ctx, machineID); err != nil {
+		if err := p.harness.Vanish(ctx, machineID); err != nil {
 			return err
 		}
 		return act(ctx)
@@ -290,9 +290,9 @@ func (p *Provider) inject(ctx context.Context, call Call, machineID string, act 
 		}
 		return nil
 	case Kill:
-		return p.world.Kill(ctx, machineID)
-	case Mute:
-		return p.world.Mute(machineID)
+		return p.harness.Kill(ctx, machineID)
+	case Unresponsive:
+		return p.harness.Freeze(machineID)
 	default:
 		return fmt.Errorf("the script has a fault of no known kind %q", fault.Kind)
 	}
@@ -321,7 +321,7 @@ func pause(ctx context.Context, wait time.Duration) error {
 	}
 }
 
-func (w World) rememberList(machines []providers.Machine) error {
+func (w Harness) rememberList(machines []providers.Machine) error {
 	data, err := json.Marshal(machines)
 	if err == nil {
 		err = writeWhole(filepath.Join(w.dir, listFile), data)
@@ -329,7 +329,7 @@ func (w World) rememberList(machines []providers.Machine) error {
 	return err
 }
 
-func (w World) lastList() ([]providers.Machine, error) {
+func (w Harness) lastList() ([]providers.Machine, error) {
 	data, err := os.ReadFile(filepath.Join(w.dir, listFile))
 	if isAbsent(err) {
 		return nil, nil

@@ -47,13 +47,13 @@ type machine struct {
 	Generation uint64
 	Created    time.Time
 
-	world World
-	dir   string
+	harness Harness
+	dir     string
 }
 
 // machine reads a machine's record. ErrNotFound when there is none.
-func (w World) machine(id string) (*machine, error) {
-	m := &machine{world: w, dir: filepath.Join(w.dir, id)}
+func (w Harness) machine(id string) (*machine, error) {
+	m := &machine{harness: w, dir: filepath.Join(w.dir, id)}
 	if !name.MatchString(id) {
 		return nil, fmt.Errorf("machine %q: %w", id, providers.ErrNotFound)
 	}
@@ -71,14 +71,14 @@ func (w World) machine(id string) (*machine, error) {
 }
 
 // stage makes a machine's directory with its record in it, at once.
-func (w World) stage(spec providers.MachineSpec) (*machine, error) {
+func (w Harness) stage(spec providers.MachineSpec) (*machine, error) {
 	dir, err := os.MkdirTemp(w.dir, newPrefix)
 	if err != nil {
 		return nil, fmt.Errorf("making machine %s: %w", spec.MachineID, err)
 	}
 	m := &machine{
 		ID: spec.MachineID, Broker: spec.BrokerID, ListenDir: spec.ListenDir, Generation: spec.Generation,
-		Created: time.Now(), world: w, dir: dir,
+		Created: time.Now(), harness: w, dir: dir,
 	}
 	if err := m.write(); err != nil {
 		return nil, err
@@ -91,7 +91,7 @@ func (w World) stage(spec providers.MachineSpec) (*machine, error) {
 	return m, os.RemoveAll(dir) // another process may have made it meanwhile
 }
 
-func (w World) gone(id string) string { return filepath.Join(w.dir, gonePrefix+id) }
+func (w Harness) gone(id string) string { return filepath.Join(w.dir, gonePrefix+id) }
 
 func (m *machine) path(file string) string { return filepath.Join(m.dir, file) }
 
@@ -253,7 +253,7 @@ func (m *machine) destroy(ctx context.Context, first syscall.Signal) error {
 	if err := m.killMembers(ctx); err != nil {
 		return err
 	}
-	gone := m.world.gone(m.ID)
+	gone := m.harness.gone(m.ID)
 	if err := errors.Join(os.RemoveAll(m.ListenDir), os.RemoveAll(gone)); err != nil {
 		return fmt.Errorf("removing machine %s: %w", m.ID, err)
 	}

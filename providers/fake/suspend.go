@@ -36,7 +36,7 @@ func (p *Provider) Resume(ctx context.Context, asked providers.Machine) error {
 // ofRunning runs fn with a machine of this broker whose guest lives, suspended or not.
 func (p *Provider) ofRunning(id string, fn func(*machine) error) error {
 	defer p.turn(id)()
-	m, err := p.world.machine(id)
+	m, err := p.harness.machine(id)
 	if err != nil {
 		return err
 	}

@@ -13,7 +13,7 @@ func TestAMachineThatIsSuspendedByStoppingItIsBootedAgain(t *testing.T) {
 	machine := providers.Machine{ID: id}
 	_, err := p.Create(t.Context(), spec(dir, id))
 	must(t, err)
-	must(t, p.World().Script(Fault{Call: CallSuspend, Kind: Kill, Times: 1}))
+	must(t, p.Harness().Script(Fault{Call: CallSuspend, Kind: Kill, Times: 1}))
 	must(t, p.Suspend(t.Context(), machine))
 	wantState(t, p, id, providers.MachineStopped)
 	for name, call := range map[string]error{"suspend": p.Suspend(t.Context(), machine), "resume": p.Resume(t.Context(), machine)} {
@@ -39,7 +39,7 @@ func TestSuspendMeetsItsFaults(t *testing.T) {
 	const id = "m_a"
 	_, err := p.Create(t.Context(), spec(dir, id))
 	must(t, err)
-	must(t, p.World().Script(Fault{Call: CallSuspend, Kind: LoseReply, Times: 1}, Fault{Call: CallResume, Kind: Refuse, Times: 1}))
+	must(t, p.Harness().Script(Fault{Call: CallSuspend, Kind: LoseReply, Times: 1}, Fault{Call: CallResume, Kind: Refuse, Times: 1}))
 	if err := p.Suspend(t.Context(), providers.Machine{ID: id}); !errors.Is(err, providers.ErrAmbiguous) {
 		t.Errorf("the error is %v", err)
 	}

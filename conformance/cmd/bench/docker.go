@@ -24,11 +24,11 @@ const (
 	engineRuns = 200
 	// engineBlock and engineRest: after a docker exec the engine is busy for some 100 ms more, which is
 	// no cost of what comes next.
-	engineBlock  = 20
-	engineRest   = 500 * time.Millisecond
-	engineWarmUp = 1
-	idleMachines = 200
-	startsAtOnce = 4
+	engineBlock         = 20
+	engineRest          = 500 * time.Millisecond
+	engineWarmUp        = 1
+	idleMachines        = 200
+	maxConcurrentStarts = 4
 )
 
 // engine is a Docker Engine beside the broker, and an image that is on it for this run.
@@ -227,7 +227,7 @@ func (b *bench) dockerBoot(ctx context.Context, e *engine) error {
 func (b *bench) dockerMemory(ctx context.Context, e *engine) error {
 	ids := make([]string, idleMachines)
 	var group errgroup.Group
-	group.SetLimit(startsAtOnce)
+	group.SetLimit(maxConcurrentStarts)
 	for i := range ids {
 		group.Go(func() (err error) {
 			ids[i], err = b.createDocker(ctx, e)

@@ -26,14 +26,14 @@ const idLetters = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 // change tells a lie in a reply and reports whether the reply gave occasion to it: it does not where a
 // path leads into a part of a oneof that is not there, or through an empty list.
-func (l Lie) change(reply []byte) (changed []byte, applies bool, err error) {
+func (l Rule) change(reply []byte) (changed []byte, applies bool, err error) {
 	kind, err := replyTo(l.Call)
 	if err != nil {
 		return nil, false, err
 	}
 	message := kind.New()
 	if err := proto.Unmarshal(reply, message.Interface()); err != nil {
-		return reply, false, nil //nolint:nilerr // a lie before it has made nonsense of it
+		return reply, false, nil //nolint:nilerr // an earlier rule has made nonsense of it
 	}
 	switch l.Kind {
 	case Pad:
@@ -49,7 +49,7 @@ func (l Lie) change(reply []byte) (changed []byte, applies bool, err error) {
 		for path, value := range l.Fields {
 			did, err := l.reach(message, strings.Split(path, "."), value)
 			if err != nil {
-				return nil, false, fmt.Errorf("lie %q, %s: %w", l.ID, path, err)
+				return nil, false, fmt.Errorf("rule %q, %s: %w", l.ID, path, err)
 			}
 			applies = applies || did
 		}
@@ -62,7 +62,7 @@ func (l Lie) change(reply []byte) (changed []byte, applies bool, err error) {
 }
 
 // reach follows a path into a message and changes what it finds there.
-func (l Lie) reach(message protoreflect.Message, path []string, value any) (bool, error) {
+func (l Rule) reach(message protoreflect.Message, path []string, value any) (bool, error) {
 	field := message.Descriptor().Fields().ByName(protoreflect.Name(path[0]))
 	rest := path[1:]
 	if choice := field.ContainingOneof(); choice != nil && !choice.IsSynthetic() && !message.Has(field) {
@@ -91,7 +91,7 @@ func (l Lie) reach(message protoreflect.Message, path []string, value any) (bool
 	}
 }
 
-func (l Lie) reachElements(list protoreflect.List, field protoreflect.FieldDescriptor, rest []string, value any) (applies bool, err error) {
+func (l Rule) reachElements(list protoreflect.List, field protoreflect.FieldDescriptor, rest []string, value any) (applies bool, err error) {
 	for i := range list.Len() {
 		did := true
 		if len(rest) > 0 {

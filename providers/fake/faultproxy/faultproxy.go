@@ -1,5 +1,5 @@
 // Package faultproxy stands between a broker and a real guest and changes what the guest says, as a script has
-// it: for tests of what a broker believes. It passes everything on that no lie is scripted for, also the
+// it: for tests of what a broker believes. It passes everything on that no rule is scripted for, also the
 // proofs of Hello, which bind neither the connection nor what else is said. It never speaks to a guest on
 // its own, and no guest and no other provider knows it.
 package faultproxy
@@ -21,10 +21,10 @@ import (
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 )
 
-// Kind is what a lie does to a reply.
+// Kind is what a rule does to a reply.
 type Kind string
 
-// The kinds. Several lies about one reply are told in the order of the script, up to one that replaces or
+// The kinds. Several rules about one reply are applied in the order of the script, up to one that replaces or
 // withholds it.
 const (
 	Set         Kind = "set"          // Fields get these values
@@ -44,33 +44,33 @@ const (
 	AtOnce      Kind = "at_once"      // the request's wait is taken out, so that the guest answers at once
 )
 
-// Lie is a line of the script.
-type Lie struct {
-	ID      string         `json:"id"`                // names the lie's count; letters, digits, _ and -
+// Rule is a line of the script.
+type Rule struct {
+	ID      string         `json:"id"`                // names the rule's count; letters, digits, _ and -
 	Machine string         `json:"machine,omitempty"` // of this machine's guest; empty: of any
 	Call    string         `json:"call"`              // a method of berth.guest.v1.GuestService, as "Wait"
 	Kind    Kind           `json:"kind"`
-	Skip    int            `json:"skip,omitempty"`   // so many replies that it could be told in are left alone first
-	Times   int            `json:"times,omitempty"`  // then it is told this often; 0: always
+	Skip    int            `json:"skip,omitempty"`   // so many replies that it could be applied in are left alone first
+	Times   int            `json:"times,omitempty"`  // then it is applied this often; 0: always
 	Fields  map[string]any `json:"fields,omitempty"` // by path, as "status.outcome.exit_code" or "statuses.*.job_id"
 	Count   int            `json:"count,omitempty"`
 	Text    string         `json:"text,omitempty"`
 }
 
-// Script is where lies are written down and counted: a file in a directory that is there.
+// Script is where rules are written and counted: a file in a directory that is there.
 type Script struct {
 	dir string
 
 	mu    sync.Mutex
 	first map[string][]byte // replies, by call
 	last  map[string][]byte
-	seen  os.FileInfo // of the file that lies was read from
-	lies  []Lie
+	seen  os.FileInfo // of the file that rules was read from
+	rules []Rule
 }
 
 const (
-	scriptFile = "lies.json"
-	toldPrefix = "told-" // of files that hold a byte for each reply that a lie met
+	scriptFile    = "rules.json"
+	appliedPrefix = "applied-" // of files that hold a byte for each reply that a rule met
 	// maxRemembered is the largest reply that Stale and Other repeat, in bytes.
 	maxRemembered = 1 << 20
 )
@@ -82,24 +82,24 @@ func In(dir string) *Script {
 	return &Script{dir: dir, first: map[string][]byte{}, last: map[string][]byte{}}
 }
 
-// Write makes these the lies from the next reply on; none takes all away. Refused is what could never be
-// told: a lie about no field or no call, or without an id.
-func (s *Script) Write(lies ...Lie) error {
-	for _, lie := range lies {
-		if err := lie.check(); err != nil {
-			return fmt.Errorf("lie %q: %w", lie.ID, err)
+// Write makes these the rules from the next reply on; none takes all away. Refused is what could never be
+// applied: a rule about no field or no call, or without an id.
+func (s *Script) Write(rules ...Rule) error {
+	for _, rule := range rules {
+		if err := rule.check(); err != nil {
+			return fmt.Errorf("rule %q: %w", rule.ID, err)
 		}
 	}
-	if lies == nil {
-		lies = []Lie{}
+	if rules == nil {
+		rules = []Rule{}
 	}
-	data, err := json.Marshal(lies)
+	data, err := json.Marshal(rules)
 	if err != nil {
-		return fmt.Errorf("writing the lies: %w", err)
+		return fmt.Errorf("writing the rules: %w", err)
 	}
 	path := filepath.Join(s.dir, scriptFile)
 	if err := errors.Join(os.WriteFile(path+".new", data, 0o600), os.Rename(path+".new", path)); err != nil {
-		return fmt.Errorf("writing the lies: %w", err)
+		return fmt.Errorf("writing the rules: %w", err)
 	}
 	return nil
 }
@@ -110,22 +110,22 @@ func (s *Script) Wanted() bool {
 	return err == nil
 }
 
-// Told returns how often a lie was told.
-func (s *Script) Told(id string) (int, error) {
-	lies, err := s.read()
+// Applied returns how often a rule was applied.
+func (s *Script) Applied(id string) (int, error) {
+	rules, err := s.read()
 	if err != nil {
 		return 0, err
 	}
-	for _, lie := range lies {
-		if lie.ID == id {
-			return max(0, s.met(id)-lie.Skip), nil
+	for _, rule := range rules {
+		if rule.ID == id {
+			return max(0, s.met(id)-rule.Skip), nil
 		}
 	}
 	return s.met(id), nil
 }
 
 func (s *Script) met(id string) int {
-	info, err := os.Stat(filepath.Join(s.dir, toldPrefix+id))
+	info, err := os.Stat(filepath.Join(s.dir, appliedPrefix+id))
 	if err != nil {
 		return 0
 	}
@@ -134,7 +134,7 @@ func (s *Script) met(id string) int {
 
 // read returns the script as it is now. It is parsed once for each time that it was written: it may be
 // large, and is read for every reply.
-func (s *Script) read() ([]Lie, error) {
+func (s *Script) read() ([]Rule, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	path := filepath.Join(s.dir, scriptFile)
@@ -143,55 +143,55 @@ func (s *Script) read() ([]Lie, error) {
 		return nil, nil
 	}
 	if err == nil && s.seen != nil && os.SameFile(now, s.seen) && now.ModTime().Equal(s.seen.ModTime()) && now.Size() == s.seen.Size() {
-		return s.lies, nil
+		return s.rules, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading the lies: %w", err)
+		return nil, fmt.Errorf("reading the rules: %w", err)
 	}
 	data, err := os.ReadFile(path)
 	if err != nil {
-		return nil, fmt.Errorf("reading the lies: %w", err)
+		return nil, fmt.Errorf("reading the rules: %w", err)
 	}
-	var lies []Lie
+	var rules []Rule
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	decoder.UseNumber() // a float holds no large offset
-	if err := decoder.Decode(&lies); err != nil {
-		return nil, fmt.Errorf("reading the lies: %w", err)
+	if err := decoder.Decode(&rules); err != nil {
+		return nil, fmt.Errorf("reading the rules: %w", err)
 	}
-	s.seen, s.lies = now, lies // written meanwhile, it is read again: the file is another then
-	return lies, nil
+	s.seen, s.rules = now, rules // written meanwhile, it is read again: the file is another then
+	return rules, nil
 }
 
-// due returns the lies that may be told in a reply to a call.
-func (s *Script) due(machine, call string) ([]Lie, error) {
-	lies, err := s.read()
-	var due []Lie
-	for _, lie := range lies {
-		if lie.Call == call && (lie.Machine == "" || lie.Machine == machine) &&
-			(lie.Times == 0 || s.met(lie.ID) < lie.Skip+lie.Times) {
-			due = append(due, lie)
+// due returns the rules that may be applied in a reply to a call.
+func (s *Script) due(machine, call string) ([]Rule, error) {
+	rules, err := s.read()
+	var due []Rule
+	for _, rule := range rules {
+		if rule.Call == call && (rule.Machine == "" || rule.Machine == machine) &&
+			(rule.Times == 0 || s.met(rule.ID) < rule.Skip+rule.Times) {
+			due = append(due, rule)
 		}
 	}
 	return due, err
 }
 
-// tells counts a lie that a reply gives occasion to, and reports whether it is told in this one.
-func (s *Script) tells(lie Lie) (bool, error) {
+// count counts a rule that a reply gives occasion to, and reports whether it is applied in this one.
+func (s *Script) count(rule Rule) (bool, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	met := s.met(lie.ID)
-	if lie.Times != 0 && met >= lie.Skip+lie.Times {
+	met := s.met(rule.ID)
+	if rule.Times != 0 && met >= rule.Skip+rule.Times {
 		return false, nil
 	}
-	file, err := os.OpenFile(filepath.Join(s.dir, toldPrefix+lie.ID), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	file, err := os.OpenFile(filepath.Join(s.dir, appliedPrefix+rule.ID), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return false, err
 	}
 	_, err = file.Write([]byte{'.'})
-	return met >= lie.Skip, errors.Join(err, file.Close())
+	return met >= rule.Skip, errors.Join(err, file.Close())
 }
 
-// remember keeps a reply for lies of the kinds Stale and Other.
+// remember keeps a reply for rules of the kinds Stale and Other.
 func (s *Script) remember(call string, reply []byte) {
 	if len(reply) > maxRemembered {
 		return
@@ -204,16 +204,16 @@ func (s *Script) remember(call string, reply []byte) {
 	s.last[call] = bytes.Clone(reply)
 }
 
-func (s *Script) remembered(lie Lie) []byte {
+func (s *Script) remembered(rule Rule) []byte {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if lie.Kind == Stale {
-		return s.first[lie.Call]
+	if rule.Kind == Stale {
+		return s.first[rule.Call]
 	}
-	return s.last[lie.Text]
+	return s.last[rule.Text]
 }
 
-func (l Lie) check() error {
+func (l Rule) check() error {
 	if !plain.MatchString(l.ID) {
 		return errors.New("its id is no name")
 	}

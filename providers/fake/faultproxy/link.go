@@ -29,7 +29,7 @@ import (
 const (
 	// maxMessageBytes is what the link itself passes on, in bytes: far more than a broker takes.
 	maxMessageBytes = 256 << 20
-	// The broker asks as often whether the guest is there, and is to be told the truth about that.
+	// The broker asks as often whether the guest is there, and is to be applied the truth about that.
 	pingInterval = 10 * time.Second
 	pingTimeout  = 5 * time.Second
 	// windowBytes are HTTP/2 windows as large as the broker's.
@@ -155,51 +155,51 @@ func (l *Link) carry(ctx context.Context, up *grpc.ClientConn, down grpc.ServerS
 	}
 }
 
-// pass sends a reply on, with the lies that are due.
+// pass sends a reply on, with the rules that are due.
 func (l *Link) pass(ctx context.Context, call string, reply []byte, down grpc.ServerStream) error {
-	lies, err := l.script.due(l.machine, call)
+	rules, err := l.script.due(l.machine, call)
 	if err != nil {
 		return err
 	}
 	l.script.remember(call, reply)
 	times := 1
-	for _, lie := range lies {
-		changed, applies := reply, lie.Kind != AtOnce
-		switch lie.Kind {
+	for _, rule := range rules {
+		changed, applies := reply, rule.Kind != AtOnce
+		switch rule.Kind {
 		case Set, Add, Repeat, Invent, Pad:
-			if changed, applies, err = lie.change(reply); err != nil {
+			if changed, applies, err = rule.change(reply); err != nil {
 				return err
 			}
 		case Stale, Other:
-			changed = l.script.remembered(lie)
+			changed = l.script.remembered(rule)
 			applies = changed != nil
 		}
 		if !applies {
 			continue
 		}
-		told, err := l.script.tells(lie)
+		due, err := l.script.count(rule)
 		if err != nil {
 			return err
 		}
-		if !told {
+		if !due {
 			continue
 		}
-		l.log.Info("a lie on purpose", "machine", l.machine, "call", call, "lie", lie.ID, "kind", lie.Kind)
+		l.log.Info("apply a rule", "machine", l.machine, "call", call, "rule", rule.ID, "kind", rule.Kind)
 		reply = changed
-		switch lie.Kind {
+		switch rule.Kind {
 		case Double:
 			times = 2
 		case Nonsense:
-			reply = noise(lie.Count)
+			reply = noise(rule.Count)
 		case Frames:
-			l.tap.inject(noise(lie.Count))
+			l.tap.inject(noise(rule.Count))
 		case Refuse:
-			return status.Error(codes.Code(lie.Count), lie.Text)
+			return status.Error(codes.Code(rule.Count), rule.Text)
 		case Silent:
 			<-ctx.Done()
 			return ctx.Err()
 		case StallMidway, CutMidway:
-			l.tap.stopAfter(len(reply)/2, lie.Kind == CutMidway)
+			l.tap.stopAfter(len(reply)/2, rule.Kind == CutMidway)
 		}
 	}
 	for range times {
@@ -212,15 +212,15 @@ func (l *Link) pass(ctx context.Context, call string, reply []byte, down grpc.Se
 
 // hurry takes the wait out of a request where the script has it.
 func (l *Link) hurry(call string, request []byte) []byte {
-	lies, err := l.script.due(l.machine, call)
+	rules, err := l.script.due(l.machine, call)
 	if err != nil {
 		return request
 	}
-	for _, lie := range lies {
-		if lie.Kind != AtOnce || call != "List" && call != "Wait" {
+	for _, rule := range rules {
+		if rule.Kind != AtOnce || call != "List" && call != "Wait" {
 			continue
 		}
-		if told, err := l.script.tells(lie); err != nil || !told {
+		if due, err := l.script.count(rule); err != nil || !due {
 			continue
 		}
 		var message proto.Message = &guestv1.WaitRequest{}

@@ -25,11 +25,11 @@ import (
 
 const theJob = "job_00000000000000000000000001"
 
-// overheardGuest boots a machine and connects to its guest, as a broker does, with a liar in the middle.
-func overheardGuest(t *testing.T, lies ...faultproxy.Lie) (p *Provider, id string, guest guestv1.GuestServiceClient) {
+// proxiedGuest boots a machine and connects to its guest, as a broker does, with the fault proxy in the middle.
+func proxiedGuest(t *testing.T, rules ...faultproxy.Rule) (p *Provider, id string, guest guestv1.GuestServiceClient) {
 	t.Helper()
 	p, dir := open(t)
-	must(t, p.World().Lie(lies...))
+	must(t, p.Harness().SetRules(rules...))
 	id = "m_" + filepath.Base(dir) // a guest that boots clears away what bears its machine's id
 	_, err := p.Create(t.Context(), spec(dir, id))
 	must(t, err)
@@ -79,7 +79,7 @@ func ended(t *testing.T, guest guestv1.GuestServiceClient) *guestv1.Status {
 }
 
 func TestWhoHasNoLiesPassesEverythingOn(t *testing.T) {
-	_, _, guest := overheardGuest(t)
+	_, _, guest := proxiedGuest(t)
 	began(t, guest, "printf hello; exit 7")
 	if status := ended(t, guest); status.GetOutcome().GetExitCode() != 7 || status.GetStdout().GetTotalBytes() != 5 {
 		t.Fatalf("it ended as %v", status)
@@ -105,12 +105,12 @@ func TestWhoHasNoLiesPassesEverythingOn(t *testing.T) {
 }
 
 func TestEachLieIsToldInItsReply(t *testing.T) {
-	wait := func(kind faultproxy.Kind, fields map[string]any) faultproxy.Lie {
-		return faultproxy.Lie{ID: "x", Call: "Wait", Kind: kind, Fields: fields, Times: 1}
+	wait := func(kind faultproxy.Kind, fields map[string]any) faultproxy.Rule {
+		return faultproxy.Rule{ID: "x", Call: "Wait", Kind: kind, Fields: fields, Times: 1}
 	}
 	for _, test := range []struct {
 		name string
-		lie  faultproxy.Lie
+		rule faultproxy.Rule
 		want func(*guestv1.WaitResponse, error) bool
 	}{
 		{"set", wait(faultproxy.Set, map[string]any{"status.outcome.exit_code": 3, "status.job_id": "other", "status.stdout.kept.*.to": uint64(1 << 63)}),
@@ -124,57 +124,57 @@ func TestEachLieIsToldInItsReply(t *testing.T) {
 			}},
 		{"repeat", wait(faultproxy.Repeat, map[string]any{"status.stdout.kept": 50}),
 			func(r *guestv1.WaitResponse, err error) bool { return len(r.GetStatus().GetStdout().GetKept()) == 50 }},
-		{"pad", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Pad, Count: 1000},
+		{"pad", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Pad, Count: 1000},
 			func(r *guestv1.WaitResponse, err error) bool { return proto.Size(r) > 1000 && r.GetStatus().GetDone() }},
-		{"other", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Other, Text: "Start"},
+		{"other", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Other, Text: "Start"},
 			func(r *guestv1.WaitResponse, err error) bool { return err == nil && !r.GetStatus().GetDone() }},
-		{"nonsense", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Nonsense, Count: 4000},
+		{"nonsense", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Nonsense, Count: 4000},
 			func(r *guestv1.WaitResponse, err error) bool { return err != nil }},
-		{"frames", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Frames, Count: 4000},
+		{"frames", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Frames, Count: 4000},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.Unavailable }},
-		{"refuse", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Refuse, Count: int(codes.DataLoss), Text: "oops"},
+		{"refuse", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Refuse, Count: int(codes.DataLoss), Text: "oops"},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DataLoss }},
-		{"silent", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Silent},
+		{"silent", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Silent},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DeadlineExceeded }},
-		{"mute midway", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.StallMidway},
+		{"stall midway", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.StallMidway},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.DeadlineExceeded }},
-		{"cut midway", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.CutMidway},
+		{"cut midway", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.CutMidway},
 			func(r *guestv1.WaitResponse, err error) bool { return status.Code(err) == codes.Unavailable }},
-		{"double", faultproxy.Lie{ID: "x", Call: "Wait", Kind: faultproxy.Double},
+		{"double", faultproxy.Rule{ID: "x", Call: "Wait", Kind: faultproxy.Double},
 			func(r *guestv1.WaitResponse, err error) bool { return true }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			p, _, guest := overheardGuest(t)
+			p, _, guest := proxiedGuest(t)
 			began(t, guest, "printf hello; exit 7")
 			ended(t, guest)
-			must(t, p.World().Lie(test.lie))
+			must(t, p.Harness().SetRules(test.rule))
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
 			response, err := guest.Wait(ctx, &guestv1.WaitRequest{JobId: theJob})
 			if !test.want(response, err) {
-				t.Errorf("it was told as %v (%v)", response, err)
+				t.Errorf("the call gave %v (%v)", response, err)
 			}
-			if told, err := p.World().Told("x"); err != nil || told != 1 {
-				t.Errorf("it was told %d times (%v)", told, err)
+			if times, err := p.Harness().Applied("x"); err != nil || times != 1 {
+				t.Errorf("it was applied %d times (%v)", times, err)
 			}
 		})
 	}
 }
 
-func TestALieIsToldInItsTurnAndWhereItApplies(t *testing.T) {
-	p, id, guest := overheardGuest(t)
-	must(t, p.World().Lie(
-		faultproxy.Lie{ID: "code", Call: "Wait", Kind: faultproxy.Set, Fields: map[string]any{"status.pid": 4_000_000_000}, Skip: 1, Times: 1},
-		faultproxy.Lie{ID: "data", Call: "Attach", Kind: faultproxy.Set, Fields: map[string]any{"chunk.data": "lies"}},
-		faultproxy.Lie{ID: "jobs", Call: "List", Kind: faultproxy.Invent, Count: 3, Machine: id},
-		faultproxy.Lie{ID: "none", Call: "List", Kind: faultproxy.Nonsense, Machine: "m_b"},
+func TestARuleIsAppliedInItsTurnAndWhereItApplies(t *testing.T) {
+	p, id, guest := proxiedGuest(t)
+	must(t, p.Harness().SetRules(
+		faultproxy.Rule{ID: "code", Call: "Wait", Kind: faultproxy.Set, Fields: map[string]any{"status.pid": 4_000_000_000}, Skip: 1, Times: 1},
+		faultproxy.Rule{ID: "data", Call: "Attach", Kind: faultproxy.Set, Fields: map[string]any{"chunk.data": "lies"}},
+		faultproxy.Rule{ID: "jobs", Call: "List", Kind: faultproxy.Invent, Count: 3, Machine: id},
+		faultproxy.Rule{ID: "none", Call: "List", Kind: faultproxy.Nonsense, Machine: "m_b"},
 	))
 	began(t, guest, "printf hello; exit 7")
 	ended(t, guest)
 	for i, want := range []bool{true, false} {
 		if got := ended(t, guest).GetPid() == 4_000_000_000; got != want {
-			t.Errorf("reply %d was a lie: %v, want %v", i+1, got, want)
+			t.Errorf("reply %d was changed: %v, want %v", i+1, got, want)
 		}
 	}
 	attached, err := guest.Attach(t.Context())
@@ -194,8 +194,8 @@ func TestALieIsToldInItsTurnAndWhereItApplies(t *testing.T) {
 	}
 	list, err := guest.List(t.Context(), &guestv1.ListRequest{})
 	must(t, err)
-	if told, err := p.World().Told("data"); err != nil || told != 1 || kinds != 3 {
-		t.Errorf("a lie about chunks was told in %d of %d messages (%v)", told, kinds, err)
+	if times, err := p.Harness().Applied("data"); err != nil || times != 1 || kinds != 3 {
+		t.Errorf("a rule about chunks was applied in %d of %d messages (%v)", times, kinds, err)
 	}
 	if len(list.GetStatuses()) != 4 {
 		t.Errorf("%d jobs are named, want 4", len(list.GetStatuses()))
@@ -207,7 +207,7 @@ func TestALieIsToldInItsTurnAndWhereItApplies(t *testing.T) {
 
 func TestALieThatCouldNeverBeToldIsRefused(t *testing.T) {
 	p, _ := open(t)
-	for name, lie := range map[string]faultproxy.Lie{
+	for name, rule := range map[string]faultproxy.Rule{
 		"no id":               {Call: "Wait", Kind: faultproxy.Pad},
 		"no call":             {ID: "x", Call: "Sleep", Kind: faultproxy.Pad},
 		"no kind":             {ID: "x", Call: "Wait", Kind: "fib"},
@@ -218,7 +218,7 @@ func TestALieThatCouldNeverBeToldIsRefused(t *testing.T) {
 		"jobs in a Wait":      {ID: "x", Call: "Wait", Kind: faultproxy.Invent},
 		"a reply of no call":  {ID: "x", Call: "Wait", Kind: faultproxy.Other, Text: "Sleep"},
 	} {
-		if err := p.World().Lie(lie); err == nil {
+		if err := p.Harness().SetRules(rule); err == nil {
 			t.Errorf("%s: it is taken", name)
 		}
 	}
@@ -233,7 +233,7 @@ func TestTheFirstScriptOfLiesHasGuestsDialledAnew(t *testing.T) {
 	defer func() { _ = dialer.Close() }()
 	conn, err := dialer.Dial(t.Context())
 	must(t, err)
-	must(t, p.World().Lie())
+	must(t, p.Harness().SetRules())
 	must(t, conn.SetReadDeadline(time.Now().Add(5*time.Second)))
 	if _, err := conn.Read(make([]byte, 1)); err == nil || isTimeout(err) {
 		t.Fatalf("the connection goes on: %v", err)

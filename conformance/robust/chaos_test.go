@@ -18,17 +18,17 @@ import (
 
 // Tuning, in milliseconds where nothing else is said.
 const (
-	shortestLife = 5 // of the broker, from its start on
-	longestLife  = 1500
-	longestStop  = 700 // that the broker is stopped by a signal
-	restartsMost = 5   // tries to start it; it may be killed again while it starts
-	calmFor      = 4 * time.Second
-	lateMost     = 300 // that a provider's late answer takes, or what it does twice
+	shortestLife   = 5 // of the broker, from its start on
+	longestLife    = 1500
+	longestStop    = 700 // that the broker is stopped by a signal
+	maxRestarts    = 5   // tries to start it; it may be killed again while it starts
+	calmFor        = 4 * time.Second
+	maxDelayMillis = 300 // that a provider's late answer takes, or what it does twice
 )
 
-// havoc kills the broker a number of times, and does other harm in between.
-func (s *suite) havoc(ctx context.Context, kills int) {
-	random := s.random(fmt.Sprintf("havoc of episode %d", s.episodes))
+// chaos kills the broker a number of times, and does other harm in between.
+func (s *suite) chaos(ctx context.Context, kills int) {
+	random := s.random(fmt.Sprintf("chaos of episode %d", s.episodes))
 	for left := kills; left > 0 && ctx.Err() == nil && !s.t.Failed(); {
 		// Lives of very different lengths: half of them end while the broker is still settling in.
 		life := shortestLife + random.IntN(longestLife)
@@ -50,12 +50,12 @@ func (s *suite) harm(ctx context.Context, random *rand.Rand) {
 	case 2:
 		s.hold(random)
 	case 3, 4, 5:
-		if s.world != nil {
+		if s.harness != nil {
 			s.script(random)
 		}
 	case 6:
-		if s.world != nil {
-			s.mute(random)
+		if s.harness != nil {
+			s.freeze(random)
 		}
 	}
 }
@@ -129,8 +129,8 @@ func (s *suite) killGuest(ctx context.Context, random *rand.Rand) {
 	e := Event{Kind: KindDisturb, Op: "kill", Machine: machine, Begin: s.history.Now()}
 	var err error
 	switch {
-	case s.world != nil:
-		err = s.world.Kill(ctx, machine)
+	case s.harness != nil:
+		err = s.harness.Kill(ctx, machine)
 	case fixture.OnDocker():
 		err = exec.CommandContext(ctx, "docker", "kill", containerOf(ctx, machine)).Run()
 	default:
@@ -162,18 +162,18 @@ func (s *suite) guest(machine string) int {
 	return 0
 }
 
-// mute stops a machine's guest by a signal for a while.
-func (s *suite) mute(random *rand.Rand) {
+// freeze stops a machine's guest by a signal for a while.
+func (s *suite) freeze(random *rand.Rand) {
 	machine := s.victim(random)
 	if machine == "" {
 		return
 	}
-	e := Event{Kind: KindDisturb, Op: "mute", Machine: machine, Begin: s.history.Now()}
-	if err := s.world.Mute(machine); err != nil {
+	e := Event{Kind: KindDisturb, Op: "freeze", Machine: machine, Begin: s.history.Now()}
+	if err := s.harness.Freeze(machine); err != nil {
 		e.Error = err.Error()
 	}
 	fixture.Pause(time.Duration(random.IntN(longestStop)) * time.Millisecond)
-	if err := s.world.Wake(machine); err != nil {
+	if err := s.harness.Thaw(machine); err != nil {
 		e.Error = err.Error()
 	}
 	s.history.Add(e)
@@ -185,7 +185,7 @@ var faults = []fake.Fault{
 	{Call: fake.CallCreate, Kind: fake.Refuse}, {Call: fake.CallCreate, Kind: fake.Capacity}, {Call: fake.CallCreate, Kind: fake.Unavailable},
 	{Call: fake.CallCreate, Kind: fake.Fail}, {Call: fake.CallCreate, Kind: fake.Hang}, {Call: fake.CallCreate, Kind: fake.LoseReply},
 	{Call: fake.CallCreate, Kind: fake.HangAfter}, {Call: fake.CallCreate, Kind: fake.Late}, {Call: fake.CallCreate, Kind: fake.Twice},
-	{Call: fake.CallCreate, Kind: fake.Kill}, {Call: fake.CallCreate, Kind: fake.Mute},
+	{Call: fake.CallCreate, Kind: fake.Kill}, {Call: fake.CallCreate, Kind: fake.Unresponsive},
 	{Call: fake.CallInspect, Kind: fake.Fail}, {Call: fake.CallInspect, Kind: fake.Unavailable}, {Call: fake.CallInspect, Kind: fake.Hang},
 	{Call: fake.CallInspect, Kind: fake.Late}, {Call: fake.CallInspect, Kind: fake.Vanish},
 	{Call: fake.CallList, Kind: fake.Fail}, {Call: fake.CallList, Kind: fake.Stale}, {Call: fake.CallList, Kind: fake.Hang},
@@ -202,11 +202,11 @@ func (s *suite) script(random *rand.Rand) {
 	var chosen []fake.Fault
 	for range 1 + random.IntN(3) {
 		fault := faults[random.IntN(len(faults))]
-		fault.Times, fault.DelayMillis = 1+random.IntN(2), int64(random.IntN(lateMost))
+		fault.Times, fault.DelayMillis = 1+random.IntN(2), int64(random.IntN(maxDelayMillis))
 		chosen = append(chosen, fault)
 		e.Notes = append(e.Notes, fmt.Sprintf("%s %s, %d times", fault.Call, fault.Kind, fault.Times))
 	}
-	if err := s.world.Script(chosen...); err != nil {
+	if err := s.harness.Script(chosen...); err != nil {
 		e.Error = err.Error()
 	}
 	s.history.Add(e)
@@ -215,7 +215,7 @@ func (s *suite) script(random *rand.Rand) {
 // gatherFaults reads out of the broker's log which faults of the script struck which machine: only the
 // provider knows that.
 func (s *suite) gatherFaults() {
-	if s.world == nil {
+	if s.harness == nil {
 		return
 	}
 	log, err := os.ReadFile(filepath.Join(s.broker.Dir, "berthd.log"))
@@ -228,7 +228,7 @@ func (s *suite) gatherFaults() {
 		}
 		kind, machine := field(line, "kind="), field(line, "machine=")
 		at, err := time.Parse(time.RFC3339Nano, field(line, "time="))
-		if err != nil || kind != string(fake.Kill) && kind != string(fake.Vanish) && kind != string(fake.Mute) {
+		if err != nil || kind != string(fake.Kill) && kind != string(fake.Vanish) && kind != string(fake.Unresponsive) {
 			continue
 		}
 		begin := s.history.Now() - int64(time.Since(at))
@@ -248,17 +248,17 @@ func field(line []byte, name string) string {
 
 // wakeAll undoes what the script muted.
 func (s *suite) wakeAll() {
-	if s.world == nil {
+	if s.harness == nil {
 		return
 	}
-	if err := s.world.Script(); err != nil {
+	if err := s.harness.Script(); err != nil {
 		s.t.Fatal(err)
 	}
-	machines, err := s.world.Machines()
+	machines, err := s.harness.Machines()
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	for _, machine := range machines {
-		_ = s.world.Wake(machine) // half made ones have no guest
+		_ = s.harness.Thaw(machine) // half made ones have no guest
 	}
 }

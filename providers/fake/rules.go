@@ -9,21 +9,21 @@ import (
 	"github.com/berth-sandbox/berth/providers/fake/faultproxy"
 )
 
-// Lie makes these the lies that guests tell from the next reply on; none takes all away. The first
-// script, also one without lies, makes brokers dial their guests anew, for from then on somebody stands in
-// the middle of every connection. A lie that could never be told is refused.
-func (w World) Lie(lies ...faultproxy.Lie) error { return faultproxy.In(w.dir).Write(lies...) }
+// SetRules makes these the rules that change what guests say from the next reply on; none takes all away. The first
+// script, also one without rules, makes brokers dial their guests anew, for from then on somebody stands in
+// the middle of every connection. A rule that could never be applied is refused.
+func (w Harness) SetRules(rules ...faultproxy.Rule) error { return faultproxy.In(w.dir).Write(rules...) }
 
-// Told returns how often a lie was told.
-func (w World) Told(id string) (int, error) {
-	told, err := faultproxy.In(w.dir).Told(id)
+// Applied returns how often a rule was applied.
+func (w Harness) Applied(id string) (int, error) {
+	times, err := faultproxy.In(w.dir).Applied(id)
 	if err != nil {
-		return 0, fmt.Errorf("counting lies: %w", err)
+		return 0, fmt.Errorf("counting rules: %w", err)
 	}
-	return told, nil
+	return times, nil
 }
 
-// proxied is a dialer whose connections lead through the fault proxy where lies are wanted.
+// proxied is a dialer whose connections lead through the fault proxy where rules are wanted.
 type proxied struct {
 	providers.Dialer
 	provider *Provider
@@ -36,10 +36,10 @@ func (o proxied) Dial(ctx context.Context) (net.Conn, error) {
 		return nil, err
 	}
 	p := o.provider
-	if !p.lies.Wanted() {
+	if !p.rules.Wanted() {
 		return p.honest(conn), nil
 	}
-	link := faultproxy.Between(conn, o.machine, p.lies, p.log)
+	link := faultproxy.Between(conn, o.machine, p.rules, p.log)
 	p.work.Go(func() { link.Run(p.ctx) })
 	return link.Conn(), nil
 }
@@ -66,12 +66,12 @@ func (c *honestConn) Close() error {
 	return c.Conn.Close()
 }
 
-// redial ends the connections with nobody in their middle once lies are wanted, so that they are
+// redial ends the connections with nobody in their middle once rules are wanted, so that they are
 // dialled anew.
 func (p *Provider) redial() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.plain) == 0 || !p.lies.Wanted() {
+	if len(p.plain) == 0 || !p.rules.Wanted() {
 		return
 	}
 	for conn := range p.plain {

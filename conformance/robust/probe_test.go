@@ -10,8 +10,8 @@ import (
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
-// tailMost bounds one that follows a job over kills.
-const tailMost = 6 * time.Second
+// tailTimeout bounds one that follows a job over kills.
+const tailTimeout = 6 * time.Second
 
 func (a *actor) poll(ctx context.Context) {
 	job, found := a.job()
@@ -20,8 +20,8 @@ func (a *actor) poll(ctx context.Context) {
 	}
 	e := a.event("PollJob")
 	e.ID = job.id
-	request := &berthv1.PollJobRequest{JobId: job.id, Wait: milliseconds(a.random.IntN(waitMost)), Tails: a.random.IntN(2) == 0}
-	_ = a.s.attempt(ctx, e, callMost, func(ctx context.Context, e *Event) error {
+	request := &berthv1.PollJobRequest{JobId: job.id, Wait: milliseconds(a.random.IntN(maxWaitMillis)), Tails: a.random.IntN(2) == 0}
+	_ = a.s.attempt(ctx, e, callTimeout, func(ctx context.Context, e *Event) error {
 		reply, err := a.client.Jobs().PollJob(ctx, request)
 		if err == nil {
 			e.told(reply.GetJob())
@@ -47,12 +47,12 @@ func (a *actor) read(ctx context.Context) {
 	}
 	request := &berthv1.ReadJobOutputRequest{
 		JobId: job.id, Stream: stream, Offset: uint64(a.random.IntN(len(all) + 1)), MaxBytes: uint64(1 + a.random.IntN(256<<10)),
-		Wait: milliseconds(a.random.IntN(waitMost)),
+		Wait: milliseconds(a.random.IntN(maxWaitMillis)),
 	}
-	_ = a.s.attempt(ctx, e, callMost, func(ctx context.Context, e *Event) error {
+	_ = a.s.attempt(ctx, e, callTimeout, func(ctx context.Context, e *Event) error {
 		reply, err := a.client.Jobs().ReadJobOutput(ctx, request)
 		if err == nil {
-			e.Pieces = []Piece{{
+			e.Chunks = []Chunk{{
 				Stderr: stream == berthv1.Stream_STREAM_STDERR, Offset: reply.GetOffset(), Bytes: uint64(len(reply.GetData())), Sum: Sum(reply.GetData()),
 			}}
 		}
@@ -74,8 +74,8 @@ func (a *actor) follow(ctx context.Context) {
 		if err != nil {
 			return err
 		}
-		// From the first byte on: a first piece that does not begin there is a byte that was left out.
-		e.Pieces = []Piece{{Sum: Sum(nil)}, {Stderr: true, Sum: Sum(nil)}}
+		// From the first byte on: a first chunk that does not begin there is a byte that was left out.
+		e.Chunks = []Chunk{{Sum: Sum(nil)}, {Stderr: true, Sum: Sum(nil)}}
 		for {
 			reply, err := stream.Recv()
 			if errors.Is(err, io.EOF) {
@@ -97,10 +97,10 @@ func (a *actor) tail(ctx context.Context) {
 	}
 	e := a.event("FollowOutput")
 	e.ID = job.id
-	_ = a.s.attempt(ctx, e, tailMost, func(ctx context.Context, e *Event) error {
-		sink := &pieces{all: []Piece{{Sum: Sum(nil)}}}
+	_ = a.s.attempt(ctx, e, tailTimeout, func(ctx context.Context, e *Event) error {
+		sink := &chunks{all: []Chunk{{Sum: Sum(nil)}}}
 		_, err := a.s.patient.FollowOutput(ctx, job.id, berthv1.Stream_STREAM_STDOUT, 0, client.UntilDone, sink)
-		e.Pieces = sink.all
+		e.Chunks = sink.all
 		return err
 	})
 }
@@ -109,12 +109,12 @@ func (e *Event) followed(reply *berthv1.FollowJobResponse) {
 	switch message := reply.GetMessage().(type) {
 	case *berthv1.FollowJobResponse_Chunk:
 		chunk := message.Chunk
-		e.Pieces = append(e.Pieces, Piece{
+		e.Chunks = append(e.Chunks, Chunk{
 			Stderr: chunk.GetStream() == berthv1.Stream_STREAM_STDERR, Offset: chunk.GetOffset(), Bytes: uint64(len(chunk.GetData())), Sum: Sum(chunk.GetData()),
 		})
 	case *berthv1.FollowJobResponse_Gap:
 		gap := message.Gap
-		e.Pieces = append(e.Pieces, Piece{
+		e.Chunks = append(e.Chunks, Chunk{
 			Stderr: gap.GetStream() == berthv1.Stream_STREAM_STDERR, Offset: gap.GetRange().GetFrom(), Bytes: gap.GetRange().GetTo() - gap.GetRange().GetFrom(), Gap: true,
 		})
 	case *berthv1.FollowJobResponse_Done:
@@ -124,7 +124,7 @@ func (e *Event) followed(reply *berthv1.FollowJobResponse) {
 
 func (a *actor) listJobs(ctx context.Context) {
 	sandbox := a.sandbox()
-	_ = a.s.attempt(ctx, a.event("ListJobs"), callMost, func(ctx context.Context, e *Event) error {
+	_ = a.s.attempt(ctx, a.event("ListJobs"), callTimeout, func(ctx context.Context, e *Event) error {
 		reply, err := a.client.Jobs().ListJobs(ctx, &berthv1.ListJobsRequest{SandboxId: sandbox, PageSize: 50})
 		for _, job := range reply.GetJobs() {
 			e.Jobs = append(e.Jobs, showJob(job))
