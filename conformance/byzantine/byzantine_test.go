@@ -240,7 +240,7 @@ func (w *harness) observe(t *testing.T, r row) {
 		defer cancel()
 		done, err := w.WaitJob(ctx, job)
 		if err != nil {
-			t.Errorf("its job is not settled although its guest is honest again: %v", err)
+			t.Errorf("its job has no end although its guest is honest again: %v", err)
 		}
 		h.job(done)
 	}

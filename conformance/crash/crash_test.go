@@ -226,7 +226,7 @@ func (s *story) work() {
 	if _, err := s.client.Sandboxes().DestroySandbox(s.ctx, &berthv1.DestroySandboxRequest{RequestId: "destroy", SandboxId: sandbox}); err != nil {
 		s.t.Errorf("destroy: %v", err)
 	}
-	s.settled(sandbox)
+	s.wantFinal(sandbox)
 }
 
 func (s *story) create() (string, bool) {
@@ -404,8 +404,8 @@ func (s *story) count(sandbox string) {
 	}
 }
 
-// settled checks that everything of a destroyed sandbox has come to its end.
-func (s *story) settled(sandbox string) {
+// wantFinal checks that everything of a destroyed sandbox has come to its end.
+func (s *story) wantFinal(sandbox string) {
 	got, err := s.client.Sandboxes().GetSandbox(s.ctx, &berthv1.GetSandboxRequest{SandboxId: sandbox})
 	if err != nil || got.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
 		s.t.Errorf("the sandbox is %v (%v), want DESTROYED", got.GetSandbox().GetState(), err)

@@ -72,7 +72,7 @@ type jobView struct {
 	first        Job // as it was first shown
 	begin        int64
 	acknowledged int64 // the end of the first reply that named it
-	settled      bool  // shown as DONE when everything was quiet
+	finalized    bool  // shown as DONE when everything was quiet
 	seen         *Job  // with its outcome, as first told
 	seenAt       int64
 	unkept       bool // its receipt keeps no output
@@ -147,7 +147,7 @@ func (c *checker) gatherJob(e *Event, job *Job) {
 		}
 		c.byToken[token] = job.ID
 	}
-	view.settled = view.settled || e.Client == 0 && job.State == "DONE"
+	view.finalized = view.finalized || e.Client == 0 && job.State == "DONE"
 	view.unkept = view.unkept || !job.Kept
 	if job.Cause == "" {
 		return

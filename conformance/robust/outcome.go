@@ -16,7 +16,7 @@ func (c *checker) checkJob(view *jobView) {
 	if view.lostLater != 0 && !c.machineLost(view, view.lostLater) {
 		c.wrong("job %s (%s) ended as %s and is lost later, and nothing was done to its machine", view.first.ID, view.first.Token, outcome(view.seen))
 	}
-	if !view.settled && !c.mayBeForgotten(view, math.MaxInt64-clockSlack) {
+	if !view.finalized && !c.mayBeForgotten(view, math.MaxInt64-clockSlack) {
 		c.wrong("job %s (%s) was told of, and has no outcome when all is quiet", view.first.ID, view.first.Token)
 	}
 	if view.seen == nil {

@@ -39,9 +39,9 @@ func (s *suite) rest(ctx context.Context) {
 	s.broker.Kill(s.t)
 	s.broker.Start(s.t)
 	e := Event{Kind: KindQuiet, Begin: s.history.Now()}
-	sandboxes := s.settleSandboxes(ctx)
+	sandboxes := s.finalizeSandboxes(ctx)
 	s.gatherFaults()
-	s.settleJobs(ctx)
+	s.finalizeJobs(ctx)
 	s.compareMachines(ctx)
 	s.destroyAll(ctx, sandboxes)
 	s.countStarts()
@@ -86,9 +86,9 @@ func (s *suite) until(ctx context.Context, what string, most time.Duration, done
 	}
 }
 
-// settleSandboxes waits until no operation is under way, resumes what is stopped or parked, and returns
+// finalizeSandboxes waits until no operation is under way, resumes what is stopped or parked, and returns
 // the sandboxes that there are.
-func (s *suite) settleSandboxes(ctx context.Context) []*berthv1.Sandbox {
+func (s *suite) finalizeSandboxes(ctx context.Context) []*berthv1.Sandbox {
 	s.noOperations(ctx)
 	for _, sandbox := range s.listSandboxes(ctx) {
 		switch sandbox.GetState() {
@@ -152,8 +152,8 @@ func (s *suite) listSandboxes(ctx context.Context) []*berthv1.Sandbox {
 	}
 }
 
-// settleJobs ends what does not end by itself, waits for every job, and reads all of its output.
-func (s *suite) settleJobs(ctx context.Context) {
+// finalizeJobs ends what does not end by itself, waits for every job, and reads all of its output.
+func (s *suite) finalizeJobs(ctx context.Context) {
 	plans := map[string]Plan{}
 	s.mu.Lock()
 	for _, job := range s.jobs {
@@ -177,7 +177,7 @@ func (s *suite) settleJobs(ctx context.Context) {
 		}
 	}
 	for id := range plans {
-		s.settleJob(ctx, id)
+		s.finalizeJob(ctx, id)
 	}
 }
 
@@ -230,7 +230,7 @@ func (s *suite) stopJob(ctx context.Context, id string) {
 	}
 }
 
-func (s *suite) settleJob(ctx context.Context, id string) {
+func (s *suite) finalizeJob(ctx context.Context, id string) {
 	err := s.attempt(ctx, Event{Op: "PollJob", ID: id}, s.timeout(restTimeout), func(ctx context.Context, e *Event) error {
 		job, err := s.patient.WaitJob(ctx, id)
 		if err == nil {

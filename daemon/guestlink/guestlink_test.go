@@ -509,3 +509,22 @@ func TestTimesAreHeldToWhatAClockCanBe(t *testing.T) {
 		}
 	}
 }
+
+func TestAJobsIDIsOneThatTheBrokerWrites(t *testing.T) {
+	for id, want := range map[string]bool{
+		"job_01J00000000000000000000000":  true,
+		"job_7ZZZZZZZZZZZZZZZZZZZZZZZZZ":  true,
+		"job_8ZZZZZZZZZZZZZZZZZZZZZZZZZ":  false, // more than 128 bits
+		"job_01j00000000000000000000000":  false, // the same number, and another file's name
+		"job_01J0000000000000000000000U":  false,
+		"job_01J0000000000000000000000":   false,
+		"job_01J000000000000000000000000": false,
+		"01J00000000000000000000000":      false,
+		"job_../../../../etc/passwd-----": false,
+		"": false,
+	} {
+		if got := ValidJobID(id); got != want {
+			t.Errorf("%q: %v, want %v", id, got, want)
+		}
+	}
+}

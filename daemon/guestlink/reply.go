@@ -4,11 +4,11 @@ import (
 	"cmp"
 	"fmt"
 	"math"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/oklog/ulid/v2"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -25,10 +25,12 @@ const (
 	MaxClockSkew = 24 * time.Hour // a machine's clock may be off, but not without bounds
 )
 
-var jobID = regexp.MustCompile(`^job_[0-9A-HJKMNP-TV-Z]{26}$`)
-
-// ValidJobID reports whether a text is a job's id: it is safe as a file's name, and short.
-func ValidJobID(id string) bool { return jobID.MatchString(id) }
+// ValidJobID reports whether a text is a job's id as the broker writes it: it is safe as a file's name, and short.
+func ValidJobID(id string) bool {
+	text, found := strings.CutPrefix(id, "job_")
+	parsed, err := ulid.ParseStrict(text)
+	return found && err == nil && parsed.String() == text
+}
 
 // protocolError says what a guest replied that cannot be. It wraps ErrProtocol.
 func protocolError(machineID, format string, args ...any) error {

@@ -120,7 +120,7 @@ func (h *Harness) Start() {
 	Must(h.T, err)
 	h.Sandboxes.SetHooks(lifecycle.Hooks{
 		PrepareWorkspace: func(context.Context, *recordv1.SandboxRecord) error { return nil },
-		SettleJobs:       h.Jobs.TerminateJobs, LoseJobs: h.Jobs.LoseJobs,
+		TerminateJobs:    h.Jobs.TerminateJobs, LoseJobs: h.Jobs.LoseJobs,
 	})
 }
 

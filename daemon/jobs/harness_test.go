@@ -161,7 +161,7 @@ func (w *harness) start() {
 	must(w.t, err)
 	w.sandboxes.SetHooks(lifecycle.Hooks{
 		PrepareWorkspace: func(context.Context, *recordv1.SandboxRecord) error { return nil },
-		SettleJobs:       w.TerminateJobs, LoseJobs: w.LoseJobs,
+		TerminateJobs:    w.TerminateJobs, LoseJobs: w.LoseJobs,
 	})
 	var machines []*recordv1.MachineRecord
 	must(w.t, w.ledger.View(func(tx *store.Tx) (err error) {
@@ -184,7 +184,7 @@ func (w *harness) rest(sandbox *recordv1.SandboxRecord, state berthv1.SandboxSta
 		}
 		now.State = state
 		if state == berthv1.SandboxState_SANDBOX_STATE_LOST {
-			_, err = w.LoseJobs(tx, sandbox.GetMachineId(), "machine_gone")
+			err = w.LoseJobs(tx, sandbox.GetMachineId(), "machine_gone")
 		}
 		return errors.Join(err, tx.PutSandbox(now, "", ""))
 	}))

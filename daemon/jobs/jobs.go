@@ -125,8 +125,8 @@ func (s *Service) Environment(sandbox *recordv1.SandboxRecord) (map[string]strin
 	return s.commands.Environment(sandbox)
 }
 
-// LoseJobs ends, in the transaction, every job of a machine that is gone; it returns their ids.
-func (s *Service) LoseJobs(tx *store.Tx, machineID, reason string) ([]string, error) {
+// LoseJobs ends, in the transaction, every job of a machine that is gone.
+func (s *Service) LoseJobs(tx *store.Tx, machineID, reason string) error {
 	return s.receipts.LoseJobs(tx, machineID, reason)
 }
 

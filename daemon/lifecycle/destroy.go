@@ -14,20 +14,20 @@ import (
 	"github.com/berth-sandbox/berth/providers"
 )
 
-// settleTimeout is for stopping the jobs of a machine that is to be destroyed and fetching their receipts.
-const settleTimeout = 15 * time.Second
+// terminateTimeout is for stopping the jobs of a machine that is to be destroyed and fetching their receipts.
+const terminateTimeout = 15 * time.Second
 
-// settleJobs stops what runs in a machine that is to be destroyed and fetches the receipts, as far as that
+// terminateJobs stops what runs in a machine that is to be destroyed and fetches the receipts, as far as that
 // can be done in time: a machine that does not answer is destroyed all the same.
-func (s *Service) settleJobs(ctx context.Context, op *recordv1.OperationRecord) error {
+func (s *Service) terminateJobs(ctx context.Context, op *recordv1.OperationRecord) error {
 	record, err := s.machine(op)
 	if err != nil {
 		return err
 	}
-	limited, cancel := context.WithTimeout(ctx, settleTimeout)
+	limited, cancel := context.WithTimeout(ctx, terminateTimeout)
 	defer cancel()
 	if s.machines.Reachable(limited, record) {
-		s.opts.Hooks.SettleJobs(limited, op.GetMachineId())
+		s.opts.Hooks.TerminateJobs(limited, op.GetMachineId())
 	}
 	// gofail: var lifecycleAfterSettle struct{}
 	// fault.Die()
@@ -99,7 +99,7 @@ func (s *Service) end(ctx context.Context, op *recordv1.OperationRecord, close f
 				return err
 			}
 		}
-		if _, err = s.opts.Hooks.LoseJobs(tx, op.GetMachineId(), "machine_gone: its sandbox was destroyed"); err != nil {
+		if err = s.opts.Hooks.LoseJobs(tx, op.GetMachineId(), "machine_gone: its sandbox was destroyed"); err != nil {
 			return err
 		}
 		sandbox, err := tx.Sandbox(op.GetSandboxId())

@@ -68,13 +68,13 @@ type harness struct {
 
 	ahead           atomic.Int64 // of the clock, in nanoseconds
 	prepared        atomic.Int32 // how often a workspace was begun to be prepared
-	settled         atomic.Int32
+	terminated      atomic.Int32
 	providerTimeout time.Duration // zero: the default
 	before          int           // boots and calls of Create before the operation that the test is about
 
-	mu      sync.Mutex
-	prepare func(context.Context) error // what preparing a workspace does
-	settle  func(context.Context)       // what settling jobs does
+	mu        sync.Mutex
+	prepare   func(context.Context) error // what preparing a workspace does
+	terminate func(context.Context)       // what terminating jobs does
 }
 
 // logged is a log that can be looked into.
@@ -154,13 +154,13 @@ func (w *harness) another() (*Service, *guestlink.Links) {
 				}
 				return nil
 			},
-			SettleJobs: func(ctx context.Context, _ string) {
-				w.settled.Add(1)
-				if _, settle := w.hooks(); settle != nil {
-					settle(ctx)
+			TerminateJobs: func(ctx context.Context, _ string) {
+				w.terminated.Add(1)
+				if _, terminate := w.hooks(); terminate != nil {
+					terminate(ctx)
 				}
 			},
-			LoseJobs: func(*store.Tx, string, string) ([]string, error) { return nil, nil },
+			LoseJobs: func(*store.Tx, string, string) error { return nil },
 		},
 	}), links
 }
@@ -168,13 +168,13 @@ func (w *harness) another() (*Service, *guestlink.Links) {
 func (w *harness) hooks() (func(context.Context) error, func(context.Context)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.prepare, w.settle
+	return w.prepare, w.terminate
 }
 
-func (w *harness) setHooks(prepare func(context.Context) error, settle func(context.Context)) {
+func (w *harness) setHooks(prepare func(context.Context) error, terminate func(context.Context)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.prepare, w.settle = prepare, settle
+	w.prepare, w.terminate = prepare, terminate
 }
 
 // stop ends the service as a crash does, as far as the ledger and the machines can tell.

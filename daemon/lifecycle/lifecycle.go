@@ -36,11 +36,11 @@ const tokenBytes = 32
 type Hooks struct {
 	// PrepareWorkspace sets up a new machine's workspace. It may be run again after a crash.
 	PrepareWorkspace func(ctx context.Context, sandbox *recordv1.SandboxRecord) error
-	// SettleJobs stops the jobs of a machine that is about to be destroyed and stores their receipts, as far
+	// TerminateJobs stops the jobs of a machine that is about to be destroyed and stores their receipts, as far
 	// as the guest can be reached.
-	SettleJobs func(ctx context.Context, machineID string)
-	// LoseJobs ends, in the transaction, the jobs of a machine that is gone; it returns their ids.
-	LoseJobs func(tx *store.Tx, machineID, reason string) ([]string, error)
+	TerminateJobs func(ctx context.Context, machineID string)
+	// LoseJobs ends, in the transaction, the jobs of a machine that is gone.
+	LoseJobs func(tx *store.Tx, machineID, reason string) error
 }
 
 // Options configure a Service. All but Now and the timeouts are required.

@@ -101,8 +101,8 @@ func TestADestroyIsNeverGivenUp(t *testing.T) {
 			must(t, err)
 			w.wantState(destroyed)
 			w.wantNothing()
-			if w.settled.Load() != 1 {
-				t.Errorf("jobs were settled %d times", w.settled.Load())
+			if w.terminated.Load() != 1 {
+				t.Errorf("jobs were terminated %d times", w.terminated.Load())
 			}
 		})
 	}
@@ -290,9 +290,9 @@ var destroyCrashes = []crash{
 
 func TestADestroyGoesOnAfterACrashAtEachStep(t *testing.T) {
 	for _, test := range append([]crash{
-		{"while its jobs are settled",
+		{"while its jobs are terminated",
 			func(w *harness) { w.setHooks(nil, func(ctx context.Context) { <-ctx.Done() }) },
-			func(w *harness) bool { return w.settled.Load() == 1 },
+			func(w *harness) bool { return w.terminated.Load() == 1 },
 			func(w *harness) { w.setHooks(nil, nil) }},
 	}, destroyCrashes...) {
 		t.Run(test.name, func(t *testing.T) {

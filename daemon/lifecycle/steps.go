@@ -45,7 +45,7 @@ func (s *Service) kinds() map[recordv1.OperationKind]operation.Kind {
 		},
 		recordv1.OperationKind_OPERATION_KIND_DESTROY: { // it is never given up
 			First: "jobs", Failed: s.failed,
-			Steps: map[string]operation.Step{"jobs": s.settleJobs, "machine": s.destroyMachine, "finish": s.finish},
+			Steps: map[string]operation.Step{"jobs": s.terminateJobs, "machine": s.destroyMachine, "finish": s.finish},
 		},
 	}
 }

@@ -85,7 +85,7 @@ func (s *Service) Record(ctx context.Context, machineID string, found machines.O
 		}
 		cause := fault.New(fault.MachineGone, "provider %s no longer has machine %s: destroy the sandbox and create another", machine.GetProvider(), machineID)
 		sandbox.State, sandbox.LastError = berthv1.SandboxState_SANDBOX_STATE_LOST, operation.Problem(cause, s.opts.Now())
-		if _, err := s.opts.Jobs.LoseJobs(tx, machineID, "machine_gone: the provider no longer has it"); err != nil {
+		if err := s.opts.Jobs.LoseJobs(tx, machineID, "machine_gone: the provider no longer has it"); err != nil {
 			return err
 		}
 		return tx.PutSandbox(sandbox, "sandbox.lost", cause.Error())

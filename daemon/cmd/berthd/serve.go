@@ -191,7 +191,7 @@ func (d *daemon) wire(keys *vault.Vault, started []machines.Named, sockets strin
 	}
 	d.sandboxes.SetHooks(lifecycle.Hooks{
 		PrepareWorkspace: workspace.Preparer{Links: d.links, Environment: d.jobs.Environment}.Prepare,
-		SettleJobs:       d.jobs.TerminateJobs, LoseJobs: d.jobs.LoseJobs,
+		TerminateJobs:    d.jobs.TerminateJobs, LoseJobs: d.jobs.LoseJobs,
 	})
 	d.reconcile = reconcile.New(reconcile.Options{
 		Store: d.ledger, Links: d.links, Sandboxes: d.sandboxes, Jobs: d.jobs, Log: d.log,

@@ -190,20 +190,18 @@ func (r *Receipts) close(job *recordv1.JobRecord, outcome *berthv1.Outcome) {
 	job.Stderr = r.Output.Final(job.GetId(), berthv1.Stream_STREAM_STDERR, job.GetStderr())
 }
 
-// LoseJobs ends, in the transaction, every job of a machine that is gone; it returns their ids.
-func (r *Receipts) LoseJobs(tx *store.Tx, machineID, reason string) ([]string, error) {
+// LoseJobs ends, in the transaction, every job of a machine that is gone.
+func (r *Receipts) LoseJobs(tx *store.Tx, machineID, reason string) error {
 	open, err := tx.OpenJobs(machineID)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	ended := make([]string, 0, len(open))
 	for _, job := range open {
 		if err := r.CloseIn(tx, job, record.Lost(reason)); err != nil {
-			return nil, err
+			return err
 		}
-		ended = append(ended, job.GetId())
 	}
-	return ended, nil
+	return nil
 }
 
 // fetch copies the output that a guest keeps of one stream and returns the stats of the copy. A full
