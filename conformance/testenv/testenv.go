@@ -25,7 +25,7 @@ const (
 	// cgroup2, namespaces, docker.
 	requireVariable = "BERTH_REQUIRE"
 	// runVariable lists, separated by commas, the suites that are too long for `make test` and were
-	// asked for by their own target.
+	// asked for by their own target; night is the full size of all tests.
 	runVariable = "BERTH_RUN"
 	// probeTimeout bounds a probe that asks another process. An engine that takes longer to say its
 	// version is no engine to test on.
@@ -77,6 +77,18 @@ func Asked(t testing.TB, suite string) {
 	if !listed(runVariable, suite) {
 		t.Skipf("not asked for: `make %s` runs it", suite)
 	}
+}
+
+// Night reports whether what is slow and rarely fails was asked for, as `make night` does: tests are of
+// their full size then, and of one that CI has time for otherwise.
+func Night() bool { return listed(runVariable, "night") }
+
+// Size is how large a test is.
+func Size(night, otherwise int) int {
+	if Night() {
+		return night
+	}
+	return otherwise
 }
 
 // need skips the test, or fails it where the facility is required, when probe says what is missing.

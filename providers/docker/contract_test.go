@@ -30,7 +30,7 @@ func (l place) contract(t *testing.T) *contract.Place {
 	t.Helper()
 	engine, proxy := onEngine(t), newProxy(t, filepath.Join(l.sockets, "engine"))
 	return &contract.Place{
-		BrokerID: brokerID, Image: imported(t, "ordinary", ordinary), Sockets: filepath.Join(l.sockets, "s"),
+		Slow: true, BrokerID: brokerID, Image: imported(t, "ordinary", ordinary), Sockets: filepath.Join(l.sockets, "s"),
 		Open: func(t testing.TB, brokerID string) providers.Provider {
 			t.Helper()
 			return provider(t, func(o *docker.Options) { o.BrokerID, o.Host = brokerID, proxy.host })
