@@ -159,10 +159,15 @@ func (l *scriptedGuest) says(change func(*scriptedGuest)) {
 	change(l)
 }
 
+func (l *scriptedGuest) Challenge(context.Context, *guestv1.ChallengeRequest) (*guestv1.ChallengeResponse, error) {
+	return &guestv1.ChallengeResponse{Nonce: make([]byte, sha256.Size)}, nil
+}
+
 func (l *scriptedGuest) Hello(_ context.Context, request *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
 	mac := hmac.New(sha256.New, l.spec.Token)
 	mac.Write([]byte("berth guest"))
 	mac.Write(request.GetNonce())
+	mac.Write(make([]byte, sha256.Size)) // the challenge
 	return &guestv1.HelloResponse{
 		Protocol: 1, Build: "lies", MachineId: l.spec.MachineID, BootId: l.bootID, Proof: mac.Sum(nil), Workspace: "/", Shell: "/bin/sh",
 	}, nil

@@ -355,7 +355,7 @@ func TestSilenceIsNoEndAndABlackHoleIs(t *testing.T) {
 	client := clientOn(t, conn)
 	defer close(conn.over)
 	calls := guestv1.NewGuestServiceClient(client)
-	_, err := calls.Hello(t.Context(), m.helloRequest())
+	_, err := calls.Hello(t.Context(), m.helloRequest(calls))
 	must(t, err)
 	lost := argv("sleep", "60")
 	lost.KillOnDisconnect, lost.DisconnectGrace = true, durationpb.New(200*time.Millisecond)

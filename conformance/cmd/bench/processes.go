@@ -129,10 +129,15 @@ func (b *brokerProcess) directGuest(ctx context.Context) (*directGuest, error) {
 		return nil, err
 	}
 	g.client = guestv1.NewGuestServiceClient(g.conn)
+	challenge, err := g.client.Challenge(ctx, &guestv1.ChallengeRequest{})
+	if err != nil {
+		return nil, err
+	}
 	nonce := make([]byte, sha256.Size)
 	mac := hmac.New(sha256.New, token)
 	mac.Write([]byte("berth broker"))
 	mac.Write(nonce)
+	mac.Write(challenge.GetNonce())
 	_, err = g.client.Hello(ctx, &guestv1.HelloRequest{Protocol: 1, MachineId: machine, Nonce: nonce, Proof: mac.Sum(nil)})
 	return g, err
 }
