@@ -125,7 +125,7 @@ func (m *machines) Dialer(context.Context, providers.Machine) (providers.Dialer,
 	if m.fails.Add(-1) >= 0 {
 		return nil, errors.New("not yet")
 	}
-	return reverse.Listen(m.dir)
+	return reverse.Listen(m.dir, nil)
 }
 
 func newHarness(t *testing.T) *harness {
@@ -280,7 +280,7 @@ func TestAnUnresponsivePeerCostsOneHelloAndNoMore(t *testing.T) {
 func TestADeadSpareCostsNothing(t *testing.T) {
 	t.Parallel()
 	w := newHarness(t)
-	dialer, err := reverse.Listen(w.dir)
+	dialer, err := reverse.Listen(w.dir, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,6 +31,7 @@ const (
 	bootFile         = "boot.json" // in hostDir where that is there, else in stateDir
 	guestFile        = "berth-guest"
 	guestProgram     = binDir + "/" + guestFile
+	guestProcess     = 1 // in its container
 	guestSocket      = runDir + "/" + reverse.SocketName
 	defaultWorkspace = "/workspace"
 	// defaultPath is PATH in a machine whose image names none, that of a login on most systems.

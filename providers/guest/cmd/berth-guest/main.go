@@ -1,7 +1,7 @@
 // Command berth-guest is the one program inside every machine. See package guest for what it does.
 //
 //	berth-guest serve --config FILE
-//	berth-guest bridge --socket PATH --nonce N [--idle 60s]
+//	berth-guest bridge --socket PATH --nonce N [--guest PID] [--idle 60s]
 //	berth-guest probe
 //	berth-guest version
 package main
@@ -29,7 +29,7 @@ import (
 const maxConfig = 4 << 20
 
 const usage = `usage: berth-guest serve --config FILE
-       berth-guest bridge --socket PATH --nonce N [--idle 60s]
+       berth-guest bridge --socket PATH --nonce N [--guest PID] [--idle 60s]
        berth-guest probe
        berth-guest version`
 
@@ -58,6 +58,9 @@ func main() {
 
 func serve(arguments []string) error {
 	if err := guest.UnblockSignals(); err != nil {
+		return err
+	}
+	if err := guest.DenyInspection(); err != nil {
 		return err
 	}
 	flags := newFlags("serve")

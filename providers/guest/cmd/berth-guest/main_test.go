@@ -40,6 +40,10 @@ func TestMistakesAreOneLineAndTheirOwnCode(t *testing.T) {
 	must(t, os.WriteFile(bad, []byte(`{"token": 12, "secret`), 0o600))
 	empty := filepath.Join(dir, "empty.json")
 	must(t, os.WriteFile(empty, []byte(`{}`), 0o600))
+	socket := filepath.Join(dir, "s")
+	listener, err := net.Listen("unix", socket)
+	must(t, err)
+	defer func() { _ = listener.Close() }()
 	for _, test := range []struct {
 		arguments []string
 		code      int
@@ -54,6 +58,8 @@ func TestMistakesAreOneLineAndTheirOwnCode(t *testing.T) {
 		{[]string{"serve", "--config", empty}, 1, "machine_id is missing"},
 		{[]string{"bridge", "--socket", "/no/such"}, 2, "--nonce"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n"}, 1, "reach the guest"},
+		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n", "--guest", "-1"}, 2, "--guest is a process id"},
+		{[]string{"bridge", "--socket", socket, "--nonce", "n", "--guest", "1"}, 1, "and the guest is process 1"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n", "more"}, 2, "unexpected argument"},
 		{[]string{"version"}, 0, "berth-guest "},
 	} {
@@ -106,6 +112,12 @@ func TestABridgePassesBytesBothWaysUntilStdinEnds(t *testing.T) {
 	if got, err := out.ReadString('\n'); err != nil || got != "back: to the guest\n" {
 		t.Errorf("got %q, %v", got, err)
 	}
+	must(t, in.Close())
+	must(t, c.Wait())
+}
+
+func TestABridgeSpeaksToTheGuestsProcess(t *testing.T) {
+	c, in, _, _ := bridged(t, "--guest", strconv.Itoa(os.Getpid()))
 	must(t, in.Close())
 	must(t, c.Wait())
 }
