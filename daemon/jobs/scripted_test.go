@@ -83,7 +83,7 @@ func (d *scriptedProvider) Destroy(_ context.Context, machine providers.Machine)
 }
 
 func (d *scriptedProvider) Dialer(_ context.Context, machine providers.Machine) (providers.Dialer, error) {
-	return reverse.Listen(machine.ListenDir)
+	return reverse.Listen(machine.ListenDir, nil)
 }
 
 func (d *scriptedProvider) guest(id string) *scriptedGuest {
