@@ -264,7 +264,7 @@ func (p *Provider) config(spec providers.MachineSpec, image imageInfo, supplied 
 		// Whatever the image is made to do, the machine's first process is the guest, as root, so that it
 		// can run each job as its user.
 		Entrypoint: []string{guestProgram},
-		Cmd:        []string{"serve", "--config", path.Join(configDir, bootFile)},
+		Cmd:        []string{"init", "--config", path.Join(configDir, bootFile)},
 		User:       "0", WorkingDir: "/", StopSignal: "SIGTERM",
 		Healthcheck: &container.HealthConfig{Test: []string{"NONE"}},
 	}

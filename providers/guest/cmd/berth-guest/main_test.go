@@ -51,11 +51,11 @@ func TestMistakesAreOneLineAndTheirOwnCode(t *testing.T) {
 	}{
 		{nil, 2, "usage: "},
 		{[]string{"dance"}, 2, "unknown command"},
-		{[]string{"serve"}, 2, "--config"},
-		{[]string{"serve", "--colour"}, 2, "colour"},
-		{[]string{"serve", "--config", "/no/such"}, 1, "read the boot config"},
-		{[]string{"serve", "--config", bad}, 1, "no BootConfig"},
-		{[]string{"serve", "--config", empty}, 1, "machine_id is missing"},
+		{[]string{"init"}, 2, "--config"},
+		{[]string{"init", "--colour"}, 2, "colour"},
+		{[]string{"init", "--config", "/no/such"}, 1, "read the boot config"},
+		{[]string{"init", "--config", bad}, 1, "no BootConfig"},
+		{[]string{"init", "--config", empty}, 1, "machine_id is missing"},
 		{[]string{"bridge", "--socket", "/no/such"}, 2, "--nonce"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n"}, 1, "reach the guest"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n", "--guest", "-1"}, 2, "--guest is a process id"},
@@ -159,7 +159,7 @@ func BenchmarkIdle(b *testing.B) {
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		b.Fatal(err)
 	}
-	c := program("serve", "--config", config)
+	c := program("init", "--config", config)
 	if err := c.Start(); err != nil {
 		b.Fatal(err)
 	}
