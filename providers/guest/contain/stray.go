@@ -16,8 +16,8 @@ const ticksPerSecond = 100
 type strays struct {
 	mu      sync.Mutex
 	leaders map[int]*group // of groups that are not released, by pid
-	first   *group         // of this era; nil once another has begun
-	era     uint64         // grows when a group begins in an empty machine, so that none of the earlier ones has a process
+	first   *group         // of this phase; nil once another has begun
+	phase     uint64         // grows when a group begins in an empty machine, so that none of the earlier ones has a process
 
 	forking      int    // groups whose leader is being forked
 	forkingSince uint64 // ticks
@@ -25,7 +25,7 @@ type strays struct {
 
 // period is when a group began, and for how long it was the only one. The lock of strays guards it.
 type period struct {
-	era   uint64
+	phase   uint64
 	begun uint64 // ticks
 	alone bool   // from begun to until
 	until uint64 // ticks; 0: still
@@ -41,10 +41,10 @@ func (s *strays) begin(g *group) {
 		s.first = nil
 	}
 	if g.period.alone {
-		s.era++
+		s.phase++
 		s.first = g
 	}
-	g.period.era = s.era
+	g.period.phase = s.phase
 	if s.forking == 0 {
 		s.forkingSince = g.period.begun
 	}
@@ -101,7 +101,7 @@ func (s *strays) claim(p *stats, g *group) claim {
 		return foreign
 	case g.jobID == "":
 		return certain
-	case own.era != s.era || p.started < own.begun:
+	case own.phase != s.phase || p.started < own.begun:
 		return foreign
 	case own.alone && (own.until == 0 || p.started < own.until):
 		return last
