@@ -214,7 +214,7 @@ func (r *Receipts) fetch(ctx context.Context, machineID string, job *recordv1.Jo
 		before.Sealed = from.GetSealed()
 		return before, nil
 	}
-	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), EndAtExit: from.EndAtExit}
+	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), Exit: from.Exit}
 	if job.GetKeepOutput() {
 		budget := record.OutputLimit(job)
 		for _, kept := range from.GetKept() {

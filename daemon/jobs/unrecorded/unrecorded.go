@@ -104,7 +104,7 @@ func (c *Commands) Add(call request.Call, sandboxID string, spec *berthv1.JobSpe
 		State: berthv1.JobState_JOB_STATE_RUNNING, CreateTime: timestamppb.New(now),
 		MachineId: machine.GetId(), Generation: sandbox.GetGeneration(), BootId: machine.GetBootId(),
 	}
-	job.Spec.KeepOutput = proto.Bool(false)
+	job.Spec.Keep = &berthv1.JobSpec_KeepOutput{KeepOutput: false}
 	c.set(job)
 	if start.IsStale(sandbox, now) {
 		c.touch(sandboxID, now)
