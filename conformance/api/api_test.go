@@ -117,7 +117,7 @@ func (w *harness) restart(t *testing.T) {
 func wantExit(t *testing.T, job *berthv1.Job, code int32) {
 	t.Helper()
 	outcome := job.GetOutcome()
-	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.ExitCode == nil || outcome.GetExitCode() != code {
+	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.Exit == nil || outcome.GetExitCode() != code {
 		t.Fatalf("job %s ended as %v, want exit code %d", job.GetId(), outcome, code)
 	}
 }

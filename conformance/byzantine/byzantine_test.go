@@ -75,7 +75,7 @@ func both(field string, value any) map[string]any {
 	return map[string]any{"stdout." + field: value, "stderr." + field: value}
 }
 
-func withoutCode(outcome *berthv1.Outcome) bool { return outcome.ExitCode == nil }
+func withoutCode(outcome *berthv1.Outcome) bool { return outcome.Exit == nil }
 
 const nobodysJob = "job_00000000000000000000000000"
 

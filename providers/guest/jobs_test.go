@@ -449,7 +449,7 @@ func TestARestartKeepsOutcomesAndLosesWhatIsUnknown(t *testing.T) {
 				if !response.GetAlreadyStarted() || s.GetOutcome().GetCause() != test.cause || s.GetBootId() != boot1 || s.GetGeneration() != 3 {
 					t.Errorf("%v", response)
 				}
-				if test.cause == berthv1.Cause_CAUSE_LOST && (s.GetOutcome().ExitCode != nil || !strings.HasPrefix(s.GetOutcome().GetReason(), "guest_restarted: ")) {
+				if test.cause == berthv1.Cause_CAUSE_LOST && (s.GetOutcome().Exit != nil || !strings.HasPrefix(s.GetOutcome().GetReason(), "guest_restarted: ")) {
 					t.Errorf("lost: %v", s.GetOutcome())
 				}
 				read, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: test.request.GetJobId()})
