@@ -244,7 +244,3 @@ func TestATerminalIsPutBackByAPanic(t *testing.T) {
 		t.Error("the terminal is not as it was")
 	}
 }
-
-type writerFunc func([]byte) (int, error)
-
-func (f writerFunc) Write(data []byte) (int, error) { return f(data) }
