@@ -65,7 +65,9 @@ func TestErrorsThatCannotBeWrittenAreNotLostInTheExitCode(t *testing.T) {
 // lateDisk takes everything and says at the end that it had no room.
 type lateDisk struct{ io.Writer }
 
-func (lateDisk) Close() error { return &os.PathError{Op: "close", Path: "/dev/stdout", Err: syscall.EDQUOT} }
+func (lateDisk) Close() error {
+	return &os.PathError{Op: "close", Path: "/dev/stdout", Err: syscall.EDQUOT}
+}
 
 func TestAnOutputThatFailsOnlyWhenItIsClosedIsAnError(t *testing.T) {
 	b := newBroker(t)

@@ -42,7 +42,7 @@ type Options struct {
 func Register(server grpc.ServiceRegistrar, opts Options) {
 	a := &api{opts}
 	berthv1.RegisterSandboxServiceServer(server, &sandboxes{api: a})
-	berthv1.RegisterJobServiceServer(server, &jobService{api: a, appending: appending{jobs: map[string]chan struct{}{}}})
+	berthv1.RegisterJobServiceServer(server, &jobService{api: a})
 	berthv1.RegisterProviderServiceServer(server, &providerService{api: a})
 	berthv1.RegisterAdminServiceServer(server, &admin{api: a})
 	berthv1.RegisterFileServiceServer(server, berthv1.UnimplementedFileServiceServer{})

@@ -28,7 +28,6 @@ const (
 type jobService struct {
 	berthv1.UnimplementedJobServiceServer
 	*api
-	appending appending
 }
 
 func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommandRequest) (*berthv1.RunCommandResponse, error) {

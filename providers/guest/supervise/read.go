@@ -155,6 +155,33 @@ func (s *Supervisor) Input(ctx context.Context, r *guestv1.InputRequest) (*guest
 	}
 }
 
+// AppendInput writes behind what a job's stdin was given before, all of it or nothing.
+func (s *Supervisor) AppendInput(ctx context.Context, r *guestv1.AppendInputRequest) (*guestv1.AppendInputResponse, error) {
+	j, err := s.find(r.GetJobId())
+	if err != nil {
+		return nil, err
+	}
+	over, cancel := wait(inputTimeout)
+	defer cancel()
+	for {
+		_, _, changed := j.input.State()
+		offset, whole, err := j.input.Append(r.GetRequestId(), r.GetData(), r.GetEof())
+		if err != nil {
+			return nil, err
+		}
+		if whole {
+			return &guestv1.AppendInputResponse{Offset: offset, NextOffset: offset + uint64(len(r.GetData()))}, nil
+		}
+		select {
+		case <-changed:
+		case <-over:
+			return &guestv1.AppendInputResponse{Offset: offset, NextOffset: offset}, nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
 // CloseInput closes a job's stdin.
 func (s *Supervisor) CloseInput(r *guestv1.CloseInputRequest) (*guestv1.CloseInputResponse, error) {
 	j, err := s.find(r.GetJobId())

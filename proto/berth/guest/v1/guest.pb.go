@@ -1836,6 +1836,135 @@ func (x *InputResponse) GetNextOffset() uint64 {
 	return 0
 }
 
+// AppendInputRequest feeds stdin without saying where.
+type AppendInputRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// job_….
+	JobId string `protobuf:"bytes,1,opt,name=job_id,json=jobId,proto3" json:"job_id,omitempty"`
+	// The caller's id of this request. Of the newest 256 of a job's that were done, a second one with the same
+	// id writes nothing and gets the same answer. Empty: it is never known again.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// At most 1 MiB.
+	Data []byte `protobuf:"bytes,3,opt,name=data,proto3" json:"data,omitempty"`
+	// Close stdin after it.
+	Eof           bool `protobuf:"varint,4,opt,name=eof,proto3" json:"eof,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AppendInputRequest) Reset() {
+	*x = AppendInputRequest{}
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AppendInputRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AppendInputRequest) ProtoMessage() {}
+
+func (x *AppendInputRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AppendInputRequest.ProtoReflect.Descriptor instead.
+func (*AppendInputRequest) Descriptor() ([]byte, []int) {
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *AppendInputRequest) GetJobId() string {
+	if x != nil {
+		return x.JobId
+	}
+	return ""
+}
+
+func (x *AppendInputRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *AppendInputRequest) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *AppendInputRequest) GetEof() bool {
+	if x != nil {
+		return x.Eof
+	}
+	return false
+}
+
+// AppendInputResponse acknowledges.
+type AppendInputResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Offset of data's first byte in the whole of stdin.
+	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Offset behind its last byte; the same as offset when nothing was done for want of room.
+	NextOffset    uint64 `protobuf:"varint,2,opt,name=next_offset,json=nextOffset,proto3" json:"next_offset,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AppendInputResponse) Reset() {
+	*x = AppendInputResponse{}
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AppendInputResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AppendInputResponse) ProtoMessage() {}
+
+func (x *AppendInputResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AppendInputResponse.ProtoReflect.Descriptor instead.
+func (*AppendInputResponse) Descriptor() ([]byte, []int) {
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *AppendInputResponse) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *AppendInputResponse) GetNextOffset() uint64 {
+	if x != nil {
+		return x.NextOffset
+	}
+	return 0
+}
+
 // CloseInputRequest closes stdin.
 type CloseInputRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1849,7 +1978,7 @@ type CloseInputRequest struct {
 
 func (x *CloseInputRequest) Reset() {
 	*x = CloseInputRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1861,7 +1990,7 @@ func (x *CloseInputRequest) String() string {
 func (*CloseInputRequest) ProtoMessage() {}
 
 func (x *CloseInputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1874,7 +2003,7 @@ func (x *CloseInputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseInputRequest.ProtoReflect.Descriptor instead.
 func (*CloseInputRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CloseInputRequest) GetJobId() string {
@@ -1900,7 +2029,7 @@ type CloseInputResponse struct {
 
 func (x *CloseInputResponse) Reset() {
 	*x = CloseInputResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1912,7 +2041,7 @@ func (x *CloseInputResponse) String() string {
 func (*CloseInputResponse) ProtoMessage() {}
 
 func (x *CloseInputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1925,7 +2054,7 @@ func (x *CloseInputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseInputResponse.ProtoReflect.Descriptor instead.
 func (*CloseInputResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 // ResizeRequest sets a terminal's size.
@@ -1941,7 +2070,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1953,7 +2082,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1966,7 +2095,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ResizeRequest) GetJobId() string {
@@ -1992,7 +2121,7 @@ type ResizeResponse struct {
 
 func (x *ResizeResponse) Reset() {
 	*x = ResizeResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2004,7 +2133,7 @@ func (x *ResizeResponse) String() string {
 func (*ResizeResponse) ProtoMessage() {}
 
 func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2017,7 +2146,7 @@ func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeResponse.ProtoReflect.Descriptor instead.
 func (*ResizeResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 // SignalRequest sends one signal.
@@ -2033,7 +2162,7 @@ type SignalRequest struct {
 
 func (x *SignalRequest) Reset() {
 	*x = SignalRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2045,7 +2174,7 @@ func (x *SignalRequest) String() string {
 func (*SignalRequest) ProtoMessage() {}
 
 func (x *SignalRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2058,7 +2187,7 @@ func (x *SignalRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalRequest.ProtoReflect.Descriptor instead.
 func (*SignalRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SignalRequest) GetJobId() string {
@@ -2086,7 +2215,7 @@ type SignalResponse struct {
 
 func (x *SignalResponse) Reset() {
 	*x = SignalResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2098,7 +2227,7 @@ func (x *SignalResponse) String() string {
 func (*SignalResponse) ProtoMessage() {}
 
 func (x *SignalResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2111,7 +2240,7 @@ func (x *SignalResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalResponse.ProtoReflect.Descriptor instead.
 func (*SignalResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{23}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SignalResponse) GetStatus() *Status {
@@ -2136,7 +2265,7 @@ type StopRequest struct {
 
 func (x *StopRequest) Reset() {
 	*x = StopRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2148,7 +2277,7 @@ func (x *StopRequest) String() string {
 func (*StopRequest) ProtoMessage() {}
 
 func (x *StopRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2161,7 +2290,7 @@ func (x *StopRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRequest.ProtoReflect.Descriptor instead.
 func (*StopRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{24}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *StopRequest) GetJobId() string {
@@ -2196,7 +2325,7 @@ type StopResponse struct {
 
 func (x *StopResponse) Reset() {
 	*x = StopResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2208,7 +2337,7 @@ func (x *StopResponse) String() string {
 func (*StopResponse) ProtoMessage() {}
 
 func (x *StopResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2221,7 +2350,7 @@ func (x *StopResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopResponse.ProtoReflect.Descriptor instead.
 func (*StopResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{25}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StopResponse) GetStatus() *Status {
@@ -2248,7 +2377,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2389,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2402,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{26}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListRequest) GetSinceCursor() uint64 {
@@ -2321,7 +2450,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2333,7 +2462,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2346,7 +2475,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{27}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListResponse) GetStatuses() []*Status {
@@ -2390,7 +2519,7 @@ type WaitRequest struct {
 
 func (x *WaitRequest) Reset() {
 	*x = WaitRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2402,7 +2531,7 @@ func (x *WaitRequest) String() string {
 func (*WaitRequest) ProtoMessage() {}
 
 func (x *WaitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2415,7 +2544,7 @@ func (x *WaitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitRequest.ProtoReflect.Descriptor instead.
 func (*WaitRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{28}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *WaitRequest) GetJobId() string {
@@ -2443,7 +2572,7 @@ type WaitResponse struct {
 
 func (x *WaitResponse) Reset() {
 	*x = WaitResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2455,7 +2584,7 @@ func (x *WaitResponse) String() string {
 func (*WaitResponse) ProtoMessage() {}
 
 func (x *WaitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2468,7 +2597,7 @@ func (x *WaitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitResponse.ProtoReflect.Descriptor instead.
 func (*WaitResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{29}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *WaitResponse) GetStatus() *Status {
@@ -2489,7 +2618,7 @@ type ForgetRequest struct {
 
 func (x *ForgetRequest) Reset() {
 	*x = ForgetRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2501,7 +2630,7 @@ func (x *ForgetRequest) String() string {
 func (*ForgetRequest) ProtoMessage() {}
 
 func (x *ForgetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2514,7 +2643,7 @@ func (x *ForgetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetRequest.ProtoReflect.Descriptor instead.
 func (*ForgetRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{30}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ForgetRequest) GetJobIds() []string {
@@ -2535,7 +2664,7 @@ type ForgetResponse struct {
 
 func (x *ForgetResponse) Reset() {
 	*x = ForgetResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2676,7 @@ func (x *ForgetResponse) String() string {
 func (*ForgetResponse) ProtoMessage() {}
 
 func (x *ForgetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2689,7 @@ func (x *ForgetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetResponse.ProtoReflect.Descriptor instead.
 func (*ForgetResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{31}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ForgetResponse) GetKeptJobIds() []string {
@@ -2581,7 +2710,7 @@ type QuiesceRequest struct {
 
 func (x *QuiesceRequest) Reset() {
 	*x = QuiesceRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2593,7 +2722,7 @@ func (x *QuiesceRequest) String() string {
 func (*QuiesceRequest) ProtoMessage() {}
 
 func (x *QuiesceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2606,7 +2735,7 @@ func (x *QuiesceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuiesceRequest.ProtoReflect.Descriptor instead.
 func (*QuiesceRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{32}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *QuiesceRequest) GetReason() string {
@@ -2625,7 +2754,7 @@ type QuiesceResponse struct {
 
 func (x *QuiesceResponse) Reset() {
 	*x = QuiesceResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2637,7 +2766,7 @@ func (x *QuiesceResponse) String() string {
 func (*QuiesceResponse) ProtoMessage() {}
 
 func (x *QuiesceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2650,7 +2779,7 @@ func (x *QuiesceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuiesceResponse.ProtoReflect.Descriptor instead.
 func (*QuiesceResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{33}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{35}
 }
 
 // ResumedRequest comes after a freeze, a restore or a fork.
@@ -2672,7 +2801,7 @@ type ResumedRequest struct {
 
 func (x *ResumedRequest) Reset() {
 	*x = ResumedRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2684,7 +2813,7 @@ func (x *ResumedRequest) String() string {
 func (*ResumedRequest) ProtoMessage() {}
 
 func (x *ResumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2697,7 +2826,7 @@ func (x *ResumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumedRequest.ProtoReflect.Descriptor instead.
 func (*ResumedRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{34}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ResumedRequest) GetGeneration() uint64 {
@@ -2746,7 +2875,7 @@ type ResumedResponse struct {
 
 func (x *ResumedResponse) Reset() {
 	*x = ResumedResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2758,7 +2887,7 @@ func (x *ResumedResponse) String() string {
 func (*ResumedResponse) ProtoMessage() {}
 
 func (x *ResumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2771,7 +2900,7 @@ func (x *ResumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumedResponse.ProtoReflect.Descriptor instead.
 func (*ResumedResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{35}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ResumedResponse) GetClockStepped() bool {
@@ -2792,7 +2921,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2804,7 +2933,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2817,7 +2946,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{36}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *StatRequest) GetPath() []byte {
@@ -2838,7 +2967,7 @@ type StatResponse struct {
 
 func (x *StatResponse) Reset() {
 	*x = StatResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2850,7 +2979,7 @@ func (x *StatResponse) String() string {
 func (*StatResponse) ProtoMessage() {}
 
 func (x *StatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2863,7 +2992,7 @@ func (x *StatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatResponse.ProtoReflect.Descriptor instead.
 func (*StatResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{37}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *StatResponse) GetInfo() *v1.FileInfo {
@@ -2888,7 +3017,7 @@ type ListDirectoryRequest struct {
 
 func (x *ListDirectoryRequest) Reset() {
 	*x = ListDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2900,7 +3029,7 @@ func (x *ListDirectoryRequest) String() string {
 func (*ListDirectoryRequest) ProtoMessage() {}
 
 func (x *ListDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2913,7 +3042,7 @@ func (x *ListDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*ListDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{38}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListDirectoryRequest) GetPath() []byte {
@@ -2950,7 +3079,7 @@ type ListDirectoryResponse struct {
 
 func (x *ListDirectoryResponse) Reset() {
 	*x = ListDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2962,7 +3091,7 @@ func (x *ListDirectoryResponse) String() string {
 func (*ListDirectoryResponse) ProtoMessage() {}
 
 func (x *ListDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2975,7 +3104,7 @@ func (x *ListDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*ListDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{39}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListDirectoryResponse) GetEntries() []*v1.FileInfo {
@@ -3005,7 +3134,7 @@ type MakeDirectoryRequest struct {
 
 func (x *MakeDirectoryRequest) Reset() {
 	*x = MakeDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3017,7 +3146,7 @@ func (x *MakeDirectoryRequest) String() string {
 func (*MakeDirectoryRequest) ProtoMessage() {}
 
 func (x *MakeDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3030,7 +3159,7 @@ func (x *MakeDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MakeDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*MakeDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{40}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *MakeDirectoryRequest) GetPath() []byte {
@@ -3058,7 +3187,7 @@ type MakeDirectoryResponse struct {
 
 func (x *MakeDirectoryResponse) Reset() {
 	*x = MakeDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3070,7 +3199,7 @@ func (x *MakeDirectoryResponse) String() string {
 func (*MakeDirectoryResponse) ProtoMessage() {}
 
 func (x *MakeDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3083,7 +3212,7 @@ func (x *MakeDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MakeDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*MakeDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{41}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *MakeDirectoryResponse) GetInfo() *v1.FileInfo {
@@ -3106,7 +3235,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3118,7 +3247,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3131,7 +3260,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{42}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *RemoveRequest) GetPath() []byte {
@@ -3157,7 +3286,7 @@ type RemoveResponse struct {
 
 func (x *RemoveResponse) Reset() {
 	*x = RemoveResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3169,7 +3298,7 @@ func (x *RemoveResponse) String() string {
 func (*RemoveResponse) ProtoMessage() {}
 
 func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3182,7 +3311,7 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{43}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{45}
 }
 
 // MoveRequest renames.
@@ -3200,7 +3329,7 @@ type MoveRequest struct {
 
 func (x *MoveRequest) Reset() {
 	*x = MoveRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3212,7 +3341,7 @@ func (x *MoveRequest) String() string {
 func (*MoveRequest) ProtoMessage() {}
 
 func (x *MoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3225,7 +3354,7 @@ func (x *MoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveRequest.ProtoReflect.Descriptor instead.
 func (*MoveRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{44}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *MoveRequest) GetFromPath() []byte {
@@ -3260,7 +3389,7 @@ type MoveResponse struct {
 
 func (x *MoveResponse) Reset() {
 	*x = MoveResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3272,7 +3401,7 @@ func (x *MoveResponse) String() string {
 func (*MoveResponse) ProtoMessage() {}
 
 func (x *MoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3285,7 +3414,7 @@ func (x *MoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveResponse.ProtoReflect.Descriptor instead.
 func (*MoveResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{45}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *MoveResponse) GetInfo() *v1.FileInfo {
@@ -3310,7 +3439,7 @@ type ReadFileRequest struct {
 
 func (x *ReadFileRequest) Reset() {
 	*x = ReadFileRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3322,7 +3451,7 @@ func (x *ReadFileRequest) String() string {
 func (*ReadFileRequest) ProtoMessage() {}
 
 func (x *ReadFileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3335,7 +3464,7 @@ func (x *ReadFileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFileRequest.ProtoReflect.Descriptor instead.
 func (*ReadFileRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{46}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ReadFileRequest) GetPath() []byte {
@@ -3374,7 +3503,7 @@ type ReadFileResponse struct {
 
 func (x *ReadFileResponse) Reset() {
 	*x = ReadFileResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3386,7 +3515,7 @@ func (x *ReadFileResponse) String() string {
 func (*ReadFileResponse) ProtoMessage() {}
 
 func (x *ReadFileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3399,7 +3528,7 @@ func (x *ReadFileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFileResponse.ProtoReflect.Descriptor instead.
 func (*ReadFileResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{47}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *ReadFileResponse) GetInfo() *v1.FileInfo {
@@ -3439,7 +3568,7 @@ type WriteFileRequest struct {
 
 func (x *WriteFileRequest) Reset() {
 	*x = WriteFileRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3451,7 +3580,7 @@ func (x *WriteFileRequest) String() string {
 func (*WriteFileRequest) ProtoMessage() {}
 
 func (x *WriteFileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3464,7 +3593,7 @@ func (x *WriteFileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFileRequest.ProtoReflect.Descriptor instead.
 func (*WriteFileRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{48}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *WriteFileRequest) GetMessage() isWriteFileRequest_Message {
@@ -3523,7 +3652,7 @@ type WriteFileResponse struct {
 
 func (x *WriteFileResponse) Reset() {
 	*x = WriteFileResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3535,7 +3664,7 @@ func (x *WriteFileResponse) String() string {
 func (*WriteFileResponse) ProtoMessage() {}
 
 func (x *WriteFileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3548,7 +3677,7 @@ func (x *WriteFileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFileResponse.ProtoReflect.Descriptor instead.
 func (*WriteFileResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{49}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *WriteFileResponse) GetInfo() *v1.FileInfo {
@@ -3576,7 +3705,7 @@ type DownloadRequest struct {
 
 func (x *DownloadRequest) Reset() {
 	*x = DownloadRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3588,7 +3717,7 @@ func (x *DownloadRequest) String() string {
 func (*DownloadRequest) ProtoMessage() {}
 
 func (x *DownloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3601,7 +3730,7 @@ func (x *DownloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DownloadRequest.ProtoReflect.Descriptor instead.
 func (*DownloadRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{50}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *DownloadRequest) GetPath() []byte {
@@ -3626,7 +3755,7 @@ type DownloadResponse struct {
 
 func (x *DownloadResponse) Reset() {
 	*x = DownloadResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3638,7 +3767,7 @@ func (x *DownloadResponse) String() string {
 func (*DownloadResponse) ProtoMessage() {}
 
 func (x *DownloadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3651,7 +3780,7 @@ func (x *DownloadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DownloadResponse.ProtoReflect.Descriptor instead.
 func (*DownloadResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{51}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *DownloadResponse) GetData() []byte {
@@ -3692,7 +3821,7 @@ type UploadRequest struct {
 
 func (x *UploadRequest) Reset() {
 	*x = UploadRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3704,7 +3833,7 @@ func (x *UploadRequest) String() string {
 func (*UploadRequest) ProtoMessage() {}
 
 func (x *UploadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3717,7 +3846,7 @@ func (x *UploadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UploadRequest.ProtoReflect.Descriptor instead.
 func (*UploadRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{52}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *UploadRequest) GetMessage() isUploadRequest_Message {
@@ -3792,7 +3921,7 @@ type UploadResponse struct {
 
 func (x *UploadResponse) Reset() {
 	*x = UploadResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3804,7 +3933,7 @@ func (x *UploadResponse) String() string {
 func (*UploadResponse) ProtoMessage() {}
 
 func (x *UploadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3817,7 +3946,7 @@ func (x *UploadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UploadResponse.ProtoReflect.Descriptor instead.
 func (*UploadResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{53}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *UploadResponse) GetEntries() uint64 {
@@ -3849,7 +3978,7 @@ type GlobRequest struct {
 
 func (x *GlobRequest) Reset() {
 	*x = GlobRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3861,7 +3990,7 @@ func (x *GlobRequest) String() string {
 func (*GlobRequest) ProtoMessage() {}
 
 func (x *GlobRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3874,7 +4003,7 @@ func (x *GlobRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GlobRequest.ProtoReflect.Descriptor instead.
 func (*GlobRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{54}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *GlobRequest) GetPath() []byte {
@@ -3911,7 +4040,7 @@ type GlobResponse struct {
 
 func (x *GlobResponse) Reset() {
 	*x = GlobResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3923,7 +4052,7 @@ func (x *GlobResponse) String() string {
 func (*GlobResponse) ProtoMessage() {}
 
 func (x *GlobResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3936,7 +4065,7 @@ func (x *GlobResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GlobResponse.ProtoReflect.Descriptor instead.
 func (*GlobResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{55}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *GlobResponse) GetFiles() []*v1.FileInfo {
@@ -3974,7 +4103,7 @@ type GrepRequest struct {
 
 func (x *GrepRequest) Reset() {
 	*x = GrepRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3986,7 +4115,7 @@ func (x *GrepRequest) String() string {
 func (*GrepRequest) ProtoMessage() {}
 
 func (x *GrepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3999,7 +4128,7 @@ func (x *GrepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrepRequest.ProtoReflect.Descriptor instead.
 func (*GrepRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{56}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *GrepRequest) GetPath() []byte {
@@ -4057,7 +4186,7 @@ type GrepResponse struct {
 
 func (x *GrepResponse) Reset() {
 	*x = GrepResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4069,7 +4198,7 @@ func (x *GrepResponse) String() string {
 func (*GrepResponse) ProtoMessage() {}
 
 func (x *GrepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4082,7 +4211,7 @@ func (x *GrepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrepResponse.ProtoReflect.Descriptor instead.
 func (*GrepResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{57}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *GrepResponse) GetMatches() []*v1.GrepMatch {
@@ -4116,7 +4245,7 @@ type ReplaceTextRequest struct {
 
 func (x *ReplaceTextRequest) Reset() {
 	*x = ReplaceTextRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4128,7 +4257,7 @@ func (x *ReplaceTextRequest) String() string {
 func (*ReplaceTextRequest) ProtoMessage() {}
 
 func (x *ReplaceTextRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4141,7 +4270,7 @@ func (x *ReplaceTextRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplaceTextRequest.ProtoReflect.Descriptor instead.
 func (*ReplaceTextRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{58}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ReplaceTextRequest) GetPath() []byte {
@@ -4185,7 +4314,7 @@ type ReplaceTextResponse struct {
 
 func (x *ReplaceTextResponse) Reset() {
 	*x = ReplaceTextResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4197,7 +4326,7 @@ func (x *ReplaceTextResponse) String() string {
 func (*ReplaceTextResponse) ProtoMessage() {}
 
 func (x *ReplaceTextResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4210,7 +4339,7 @@ func (x *ReplaceTextResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplaceTextResponse.ProtoReflect.Descriptor instead.
 func (*ReplaceTextResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{59}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *ReplaceTextResponse) GetReplaced() uint32 {
@@ -4240,7 +4369,7 @@ type WatchDirectoryRequest struct {
 
 func (x *WatchDirectoryRequest) Reset() {
 	*x = WatchDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4252,7 +4381,7 @@ func (x *WatchDirectoryRequest) String() string {
 func (*WatchDirectoryRequest) ProtoMessage() {}
 
 func (x *WatchDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4265,7 +4394,7 @@ func (x *WatchDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*WatchDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{60}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *WatchDirectoryRequest) GetPath() []byte {
@@ -4297,7 +4426,7 @@ type WatchDirectoryResponse struct {
 
 func (x *WatchDirectoryResponse) Reset() {
 	*x = WatchDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4309,7 +4438,7 @@ func (x *WatchDirectoryResponse) String() string {
 func (*WatchDirectoryResponse) ProtoMessage() {}
 
 func (x *WatchDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4322,7 +4451,7 @@ func (x *WatchDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*WatchDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{61}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *WatchDirectoryResponse) GetChange() v1.WatchDirectoryResponse_Change {
@@ -4368,7 +4497,7 @@ type JobRecord struct {
 
 func (x *JobRecord) Reset() {
 	*x = JobRecord{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4380,7 +4509,7 @@ func (x *JobRecord) String() string {
 func (*JobRecord) ProtoMessage() {}
 
 func (x *JobRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4393,7 +4522,7 @@ func (x *JobRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRecord.ProtoReflect.Descriptor instead.
 func (*JobRecord) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{62}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *JobRecord) GetJobId() string {
@@ -4599,6 +4728,16 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\x04data\x18\x03 \x01(\fR\x04data\"0\n" +
 	"\rInputResponse\x12\x1f\n" +
 	"\vnext_offset\x18\x01 \x01(\x04R\n" +
+	"nextOffset\"p\n" +
+	"\x12AppendInputRequest\x12\x15\n" +
+	"\x06job_id\x18\x01 \x01(\tR\x05jobId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x12\n" +
+	"\x04data\x18\x03 \x01(\fR\x04data\x12\x10\n" +
+	"\x03eof\x18\x04 \x01(\bR\x03eof\"N\n" +
+	"\x13AppendInputResponse\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x1f\n" +
+	"\vnext_offset\x18\x02 \x01(\x04R\n" +
 	"nextOffset\"B\n" +
 	"\x11CloseInputRequest\x12\x15\n" +
 	"\x06job_id\x18\x01 \x01(\tR\x05jobId\x12\x16\n" +
@@ -4760,14 +4899,15 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\x19CONTAINMENT_PID_NAMESPACE\x10\x02\x12\x14\n" +
 	"\x10CONTAINMENT_SHIM\x10\x03\x12\x1d\n" +
 	"\x19CONTAINMENT_PROCESS_GROUP\x10\x04\x12\x13\n" +
-	"\x0fCONTAINMENT_TAG\x10\x052\xc1\b\n" +
+	"\x0fCONTAINMENT_TAG\x10\x052\x99\t\n" +
 	"\fGuestService\x12D\n" +
 	"\x05Hello\x12\x1c.berth.guest.v1.HelloRequest\x1a\x1d.berth.guest.v1.HelloResponse\x12D\n" +
 	"\x05Start\x12\x1c.berth.guest.v1.StartRequest\x1a\x1d.berth.guest.v1.StartResponse\x12>\n" +
 	"\x03Run\x12\x1a.berth.guest.v1.RunRequest\x1a\x1b.berth.guest.v1.RunResponse\x12K\n" +
 	"\x06Attach\x12\x1d.berth.guest.v1.AttachRequest\x1a\x1e.berth.guest.v1.AttachResponse(\x010\x01\x12A\n" +
 	"\x04Read\x12\x1b.berth.guest.v1.ReadRequest\x1a\x1c.berth.guest.v1.ReadResponse\x12D\n" +
-	"\x05Input\x12\x1c.berth.guest.v1.InputRequest\x1a\x1d.berth.guest.v1.InputResponse\x12S\n" +
+	"\x05Input\x12\x1c.berth.guest.v1.InputRequest\x1a\x1d.berth.guest.v1.InputResponse\x12V\n" +
+	"\vAppendInput\x12\".berth.guest.v1.AppendInputRequest\x1a#.berth.guest.v1.AppendInputResponse\x12S\n" +
 	"\n" +
 	"CloseInput\x12!.berth.guest.v1.CloseInputRequest\x1a\".berth.guest.v1.CloseInputResponse\x12G\n" +
 	"\x06Resize\x12\x1d.berth.guest.v1.ResizeRequest\x1a\x1e.berth.guest.v1.ResizeResponse\x12G\n" +
@@ -4806,7 +4946,7 @@ func file_berth_guest_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_berth_guest_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_berth_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 65)
+var file_berth_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 67)
 var file_berth_guest_v1_guest_proto_goTypes = []any{
 	(Containment)(0),                      // 0: berth.guest.v1.Containment
 	(*BootConfig)(nil),                    // 1: berth.guest.v1.BootConfig
@@ -4827,84 +4967,86 @@ var file_berth_guest_v1_guest_proto_goTypes = []any{
 	(*ReadResponse)(nil),                  // 16: berth.guest.v1.ReadResponse
 	(*InputRequest)(nil),                  // 17: berth.guest.v1.InputRequest
 	(*InputResponse)(nil),                 // 18: berth.guest.v1.InputResponse
-	(*CloseInputRequest)(nil),             // 19: berth.guest.v1.CloseInputRequest
-	(*CloseInputResponse)(nil),            // 20: berth.guest.v1.CloseInputResponse
-	(*ResizeRequest)(nil),                 // 21: berth.guest.v1.ResizeRequest
-	(*ResizeResponse)(nil),                // 22: berth.guest.v1.ResizeResponse
-	(*SignalRequest)(nil),                 // 23: berth.guest.v1.SignalRequest
-	(*SignalResponse)(nil),                // 24: berth.guest.v1.SignalResponse
-	(*StopRequest)(nil),                   // 25: berth.guest.v1.StopRequest
-	(*StopResponse)(nil),                  // 26: berth.guest.v1.StopResponse
-	(*ListRequest)(nil),                   // 27: berth.guest.v1.ListRequest
-	(*ListResponse)(nil),                  // 28: berth.guest.v1.ListResponse
-	(*WaitRequest)(nil),                   // 29: berth.guest.v1.WaitRequest
-	(*WaitResponse)(nil),                  // 30: berth.guest.v1.WaitResponse
-	(*ForgetRequest)(nil),                 // 31: berth.guest.v1.ForgetRequest
-	(*ForgetResponse)(nil),                // 32: berth.guest.v1.ForgetResponse
-	(*QuiesceRequest)(nil),                // 33: berth.guest.v1.QuiesceRequest
-	(*QuiesceResponse)(nil),               // 34: berth.guest.v1.QuiesceResponse
-	(*ResumedRequest)(nil),                // 35: berth.guest.v1.ResumedRequest
-	(*ResumedResponse)(nil),               // 36: berth.guest.v1.ResumedResponse
-	(*StatRequest)(nil),                   // 37: berth.guest.v1.StatRequest
-	(*StatResponse)(nil),                  // 38: berth.guest.v1.StatResponse
-	(*ListDirectoryRequest)(nil),          // 39: berth.guest.v1.ListDirectoryRequest
-	(*ListDirectoryResponse)(nil),         // 40: berth.guest.v1.ListDirectoryResponse
-	(*MakeDirectoryRequest)(nil),          // 41: berth.guest.v1.MakeDirectoryRequest
-	(*MakeDirectoryResponse)(nil),         // 42: berth.guest.v1.MakeDirectoryResponse
-	(*RemoveRequest)(nil),                 // 43: berth.guest.v1.RemoveRequest
-	(*RemoveResponse)(nil),                // 44: berth.guest.v1.RemoveResponse
-	(*MoveRequest)(nil),                   // 45: berth.guest.v1.MoveRequest
-	(*MoveResponse)(nil),                  // 46: berth.guest.v1.MoveResponse
-	(*ReadFileRequest)(nil),               // 47: berth.guest.v1.ReadFileRequest
-	(*ReadFileResponse)(nil),              // 48: berth.guest.v1.ReadFileResponse
-	(*WriteFileRequest)(nil),              // 49: berth.guest.v1.WriteFileRequest
-	(*WriteFileResponse)(nil),             // 50: berth.guest.v1.WriteFileResponse
-	(*DownloadRequest)(nil),               // 51: berth.guest.v1.DownloadRequest
-	(*DownloadResponse)(nil),              // 52: berth.guest.v1.DownloadResponse
-	(*UploadRequest)(nil),                 // 53: berth.guest.v1.UploadRequest
-	(*UploadResponse)(nil),                // 54: berth.guest.v1.UploadResponse
-	(*GlobRequest)(nil),                   // 55: berth.guest.v1.GlobRequest
-	(*GlobResponse)(nil),                  // 56: berth.guest.v1.GlobResponse
-	(*GrepRequest)(nil),                   // 57: berth.guest.v1.GrepRequest
-	(*GrepResponse)(nil),                  // 58: berth.guest.v1.GrepResponse
-	(*ReplaceTextRequest)(nil),            // 59: berth.guest.v1.ReplaceTextRequest
-	(*ReplaceTextResponse)(nil),           // 60: berth.guest.v1.ReplaceTextResponse
-	(*WatchDirectoryRequest)(nil),         // 61: berth.guest.v1.WatchDirectoryRequest
-	(*WatchDirectoryResponse)(nil),        // 62: berth.guest.v1.WatchDirectoryResponse
-	(*JobRecord)(nil),                     // 63: berth.guest.v1.JobRecord
-	nil,                                   // 64: berth.guest.v1.BootConfig.EnvEntry
-	nil,                                   // 65: berth.guest.v1.Command.EnvEntry
-	(*timestamppb.Timestamp)(nil),         // 66: google.protobuf.Timestamp
-	(*v1.Stdin)(nil),                      // 67: berth.v1.Stdin
-	(*v1.TerminalSize)(nil),               // 68: berth.v1.TerminalSize
-	(*durationpb.Duration)(nil),           // 69: google.protobuf.Duration
-	(*v1.Outcome)(nil),                    // 70: berth.v1.Outcome
-	(*v1.OutputStats)(nil),                // 71: berth.v1.OutputStats
-	(v1.Stream)(0),                        // 72: berth.v1.Stream
-	(*v1.OutputChunk)(nil),                // 73: berth.v1.OutputChunk
-	(*v1.OutputGap)(nil),                  // 74: berth.v1.OutputGap
-	(*v1.FileInfo)(nil),                   // 75: berth.v1.FileInfo
-	(*v1.WriteFileHeader)(nil),            // 76: berth.v1.WriteFileHeader
-	(*v1.GrepMatch)(nil),                  // 77: berth.v1.GrepMatch
-	(v1.WatchDirectoryResponse_Change)(0), // 78: berth.v1.WatchDirectoryResponse.Change
+	(*AppendInputRequest)(nil),            // 19: berth.guest.v1.AppendInputRequest
+	(*AppendInputResponse)(nil),           // 20: berth.guest.v1.AppendInputResponse
+	(*CloseInputRequest)(nil),             // 21: berth.guest.v1.CloseInputRequest
+	(*CloseInputResponse)(nil),            // 22: berth.guest.v1.CloseInputResponse
+	(*ResizeRequest)(nil),                 // 23: berth.guest.v1.ResizeRequest
+	(*ResizeResponse)(nil),                // 24: berth.guest.v1.ResizeResponse
+	(*SignalRequest)(nil),                 // 25: berth.guest.v1.SignalRequest
+	(*SignalResponse)(nil),                // 26: berth.guest.v1.SignalResponse
+	(*StopRequest)(nil),                   // 27: berth.guest.v1.StopRequest
+	(*StopResponse)(nil),                  // 28: berth.guest.v1.StopResponse
+	(*ListRequest)(nil),                   // 29: berth.guest.v1.ListRequest
+	(*ListResponse)(nil),                  // 30: berth.guest.v1.ListResponse
+	(*WaitRequest)(nil),                   // 31: berth.guest.v1.WaitRequest
+	(*WaitResponse)(nil),                  // 32: berth.guest.v1.WaitResponse
+	(*ForgetRequest)(nil),                 // 33: berth.guest.v1.ForgetRequest
+	(*ForgetResponse)(nil),                // 34: berth.guest.v1.ForgetResponse
+	(*QuiesceRequest)(nil),                // 35: berth.guest.v1.QuiesceRequest
+	(*QuiesceResponse)(nil),               // 36: berth.guest.v1.QuiesceResponse
+	(*ResumedRequest)(nil),                // 37: berth.guest.v1.ResumedRequest
+	(*ResumedResponse)(nil),               // 38: berth.guest.v1.ResumedResponse
+	(*StatRequest)(nil),                   // 39: berth.guest.v1.StatRequest
+	(*StatResponse)(nil),                  // 40: berth.guest.v1.StatResponse
+	(*ListDirectoryRequest)(nil),          // 41: berth.guest.v1.ListDirectoryRequest
+	(*ListDirectoryResponse)(nil),         // 42: berth.guest.v1.ListDirectoryResponse
+	(*MakeDirectoryRequest)(nil),          // 43: berth.guest.v1.MakeDirectoryRequest
+	(*MakeDirectoryResponse)(nil),         // 44: berth.guest.v1.MakeDirectoryResponse
+	(*RemoveRequest)(nil),                 // 45: berth.guest.v1.RemoveRequest
+	(*RemoveResponse)(nil),                // 46: berth.guest.v1.RemoveResponse
+	(*MoveRequest)(nil),                   // 47: berth.guest.v1.MoveRequest
+	(*MoveResponse)(nil),                  // 48: berth.guest.v1.MoveResponse
+	(*ReadFileRequest)(nil),               // 49: berth.guest.v1.ReadFileRequest
+	(*ReadFileResponse)(nil),              // 50: berth.guest.v1.ReadFileResponse
+	(*WriteFileRequest)(nil),              // 51: berth.guest.v1.WriteFileRequest
+	(*WriteFileResponse)(nil),             // 52: berth.guest.v1.WriteFileResponse
+	(*DownloadRequest)(nil),               // 53: berth.guest.v1.DownloadRequest
+	(*DownloadResponse)(nil),              // 54: berth.guest.v1.DownloadResponse
+	(*UploadRequest)(nil),                 // 55: berth.guest.v1.UploadRequest
+	(*UploadResponse)(nil),                // 56: berth.guest.v1.UploadResponse
+	(*GlobRequest)(nil),                   // 57: berth.guest.v1.GlobRequest
+	(*GlobResponse)(nil),                  // 58: berth.guest.v1.GlobResponse
+	(*GrepRequest)(nil),                   // 59: berth.guest.v1.GrepRequest
+	(*GrepResponse)(nil),                  // 60: berth.guest.v1.GrepResponse
+	(*ReplaceTextRequest)(nil),            // 61: berth.guest.v1.ReplaceTextRequest
+	(*ReplaceTextResponse)(nil),           // 62: berth.guest.v1.ReplaceTextResponse
+	(*WatchDirectoryRequest)(nil),         // 63: berth.guest.v1.WatchDirectoryRequest
+	(*WatchDirectoryResponse)(nil),        // 64: berth.guest.v1.WatchDirectoryResponse
+	(*JobRecord)(nil),                     // 65: berth.guest.v1.JobRecord
+	nil,                                   // 66: berth.guest.v1.BootConfig.EnvEntry
+	nil,                                   // 67: berth.guest.v1.Command.EnvEntry
+	(*timestamppb.Timestamp)(nil),         // 68: google.protobuf.Timestamp
+	(*v1.Stdin)(nil),                      // 69: berth.v1.Stdin
+	(*v1.TerminalSize)(nil),               // 70: berth.v1.TerminalSize
+	(*durationpb.Duration)(nil),           // 71: google.protobuf.Duration
+	(*v1.Outcome)(nil),                    // 72: berth.v1.Outcome
+	(*v1.OutputStats)(nil),                // 73: berth.v1.OutputStats
+	(v1.Stream)(0),                        // 74: berth.v1.Stream
+	(*v1.OutputChunk)(nil),                // 75: berth.v1.OutputChunk
+	(*v1.OutputGap)(nil),                  // 76: berth.v1.OutputGap
+	(*v1.FileInfo)(nil),                   // 77: berth.v1.FileInfo
+	(*v1.WriteFileHeader)(nil),            // 78: berth.v1.WriteFileHeader
+	(*v1.GrepMatch)(nil),                  // 79: berth.v1.GrepMatch
+	(v1.WatchDirectoryResponse_Change)(0), // 80: berth.v1.WatchDirectoryResponse.Change
 }
 var file_berth_guest_v1_guest_proto_depIdxs = []int32{
-	64, // 0: berth.guest.v1.BootConfig.env:type_name -> berth.guest.v1.BootConfig.EnvEntry
+	66, // 0: berth.guest.v1.BootConfig.env:type_name -> berth.guest.v1.BootConfig.EnvEntry
 	0,  // 1: berth.guest.v1.HelloResponse.containment:type_name -> berth.guest.v1.Containment
-	66, // 2: berth.guest.v1.HelloResponse.time:type_name -> google.protobuf.Timestamp
-	65, // 3: berth.guest.v1.Command.env:type_name -> berth.guest.v1.Command.EnvEntry
-	67, // 4: berth.guest.v1.Command.stdin:type_name -> berth.v1.Stdin
-	68, // 5: berth.guest.v1.Command.tty:type_name -> berth.v1.TerminalSize
-	69, // 6: berth.guest.v1.Command.timeout:type_name -> google.protobuf.Duration
-	69, // 7: berth.guest.v1.Command.kill_grace:type_name -> google.protobuf.Duration
-	70, // 8: berth.guest.v1.Status.outcome:type_name -> berth.v1.Outcome
-	71, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputStats
-	71, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputStats
-	66, // 11: berth.guest.v1.Status.start_time:type_name -> google.protobuf.Timestamp
-	66, // 12: berth.guest.v1.Status.end_time:type_name -> google.protobuf.Timestamp
-	69, // 13: berth.guest.v1.Status.cpu_time:type_name -> google.protobuf.Duration
+	68, // 2: berth.guest.v1.HelloResponse.time:type_name -> google.protobuf.Timestamp
+	67, // 3: berth.guest.v1.Command.env:type_name -> berth.guest.v1.Command.EnvEntry
+	69, // 4: berth.guest.v1.Command.stdin:type_name -> berth.v1.Stdin
+	70, // 5: berth.guest.v1.Command.tty:type_name -> berth.v1.TerminalSize
+	71, // 6: berth.guest.v1.Command.timeout:type_name -> google.protobuf.Duration
+	71, // 7: berth.guest.v1.Command.kill_grace:type_name -> google.protobuf.Duration
+	72, // 8: berth.guest.v1.Status.outcome:type_name -> berth.v1.Outcome
+	73, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputStats
+	73, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputStats
+	68, // 11: berth.guest.v1.Status.start_time:type_name -> google.protobuf.Timestamp
+	68, // 12: berth.guest.v1.Status.end_time:type_name -> google.protobuf.Timestamp
+	71, // 13: berth.guest.v1.Status.cpu_time:type_name -> google.protobuf.Duration
 	4,  // 14: berth.guest.v1.StartRequest.command:type_name -> berth.guest.v1.Command
-	69, // 15: berth.guest.v1.StartRequest.disconnect_grace:type_name -> google.protobuf.Duration
+	71, // 15: berth.guest.v1.StartRequest.disconnect_grace:type_name -> google.protobuf.Duration
 	5,  // 16: berth.guest.v1.StartResponse.status:type_name -> berth.guest.v1.Status
 	6,  // 17: berth.guest.v1.RunRequest.start:type_name -> berth.guest.v1.StartRequest
 	5,  // 18: berth.guest.v1.RunResponse.status:type_name -> berth.guest.v1.Status
@@ -4912,95 +5054,97 @@ var file_berth_guest_v1_guest_proto_depIdxs = []int32{
 	9,  // 20: berth.guest.v1.RunResponse.stderr:type_name -> berth.guest.v1.Output
 	12, // 21: berth.guest.v1.AttachRequest.open:type_name -> berth.guest.v1.AttachOpen
 	13, // 22: berth.guest.v1.AttachRequest.input:type_name -> berth.guest.v1.AttachInput
-	68, // 23: berth.guest.v1.AttachRequest.resize:type_name -> berth.v1.TerminalSize
+	70, // 23: berth.guest.v1.AttachRequest.resize:type_name -> berth.v1.TerminalSize
 	6,  // 24: berth.guest.v1.AttachOpen.start:type_name -> berth.guest.v1.StartRequest
-	72, // 25: berth.guest.v1.AttachOpen.streams:type_name -> berth.v1.Stream
+	74, // 25: berth.guest.v1.AttachOpen.streams:type_name -> berth.v1.Stream
 	5,  // 26: berth.guest.v1.AttachResponse.opened:type_name -> berth.guest.v1.Status
-	73, // 27: berth.guest.v1.AttachResponse.chunk:type_name -> berth.v1.OutputChunk
-	74, // 28: berth.guest.v1.AttachResponse.gap:type_name -> berth.v1.OutputGap
+	75, // 27: berth.guest.v1.AttachResponse.chunk:type_name -> berth.v1.OutputChunk
+	76, // 28: berth.guest.v1.AttachResponse.gap:type_name -> berth.v1.OutputGap
 	5,  // 29: berth.guest.v1.AttachResponse.done:type_name -> berth.guest.v1.Status
-	72, // 30: berth.guest.v1.ReadRequest.stream:type_name -> berth.v1.Stream
-	69, // 31: berth.guest.v1.ReadRequest.wait:type_name -> google.protobuf.Duration
-	71, // 32: berth.guest.v1.ReadResponse.stats:type_name -> berth.v1.OutputStats
-	68, // 33: berth.guest.v1.ResizeRequest.size:type_name -> berth.v1.TerminalSize
+	74, // 30: berth.guest.v1.ReadRequest.stream:type_name -> berth.v1.Stream
+	71, // 31: berth.guest.v1.ReadRequest.wait:type_name -> google.protobuf.Duration
+	73, // 32: berth.guest.v1.ReadResponse.stats:type_name -> berth.v1.OutputStats
+	70, // 33: berth.guest.v1.ResizeRequest.size:type_name -> berth.v1.TerminalSize
 	5,  // 34: berth.guest.v1.SignalResponse.status:type_name -> berth.guest.v1.Status
-	69, // 35: berth.guest.v1.StopRequest.grace:type_name -> google.protobuf.Duration
+	71, // 35: berth.guest.v1.StopRequest.grace:type_name -> google.protobuf.Duration
 	5,  // 36: berth.guest.v1.StopResponse.status:type_name -> berth.guest.v1.Status
-	69, // 37: berth.guest.v1.ListRequest.wait:type_name -> google.protobuf.Duration
+	71, // 37: berth.guest.v1.ListRequest.wait:type_name -> google.protobuf.Duration
 	5,  // 38: berth.guest.v1.ListResponse.statuses:type_name -> berth.guest.v1.Status
-	69, // 39: berth.guest.v1.WaitRequest.wait:type_name -> google.protobuf.Duration
+	71, // 39: berth.guest.v1.WaitRequest.wait:type_name -> google.protobuf.Duration
 	5,  // 40: berth.guest.v1.WaitResponse.status:type_name -> berth.guest.v1.Status
-	66, // 41: berth.guest.v1.ResumedRequest.time:type_name -> google.protobuf.Timestamp
-	75, // 42: berth.guest.v1.StatResponse.info:type_name -> berth.v1.FileInfo
-	75, // 43: berth.guest.v1.ListDirectoryResponse.entries:type_name -> berth.v1.FileInfo
-	75, // 44: berth.guest.v1.MakeDirectoryResponse.info:type_name -> berth.v1.FileInfo
-	75, // 45: berth.guest.v1.MoveResponse.info:type_name -> berth.v1.FileInfo
-	75, // 46: berth.guest.v1.ReadFileResponse.info:type_name -> berth.v1.FileInfo
-	76, // 47: berth.guest.v1.WriteFileRequest.header:type_name -> berth.v1.WriteFileHeader
-	75, // 48: berth.guest.v1.WriteFileResponse.info:type_name -> berth.v1.FileInfo
-	75, // 49: berth.guest.v1.GlobResponse.files:type_name -> berth.v1.FileInfo
-	77, // 50: berth.guest.v1.GrepResponse.matches:type_name -> berth.v1.GrepMatch
-	75, // 51: berth.guest.v1.ReplaceTextResponse.info:type_name -> berth.v1.FileInfo
-	78, // 52: berth.guest.v1.WatchDirectoryResponse.change:type_name -> berth.v1.WatchDirectoryResponse.Change
-	66, // 53: berth.guest.v1.JobRecord.accept_time:type_name -> google.protobuf.Timestamp
+	68, // 41: berth.guest.v1.ResumedRequest.time:type_name -> google.protobuf.Timestamp
+	77, // 42: berth.guest.v1.StatResponse.info:type_name -> berth.v1.FileInfo
+	77, // 43: berth.guest.v1.ListDirectoryResponse.entries:type_name -> berth.v1.FileInfo
+	77, // 44: berth.guest.v1.MakeDirectoryResponse.info:type_name -> berth.v1.FileInfo
+	77, // 45: berth.guest.v1.MoveResponse.info:type_name -> berth.v1.FileInfo
+	77, // 46: berth.guest.v1.ReadFileResponse.info:type_name -> berth.v1.FileInfo
+	78, // 47: berth.guest.v1.WriteFileRequest.header:type_name -> berth.v1.WriteFileHeader
+	77, // 48: berth.guest.v1.WriteFileResponse.info:type_name -> berth.v1.FileInfo
+	77, // 49: berth.guest.v1.GlobResponse.files:type_name -> berth.v1.FileInfo
+	79, // 50: berth.guest.v1.GrepResponse.matches:type_name -> berth.v1.GrepMatch
+	77, // 51: berth.guest.v1.ReplaceTextResponse.info:type_name -> berth.v1.FileInfo
+	80, // 52: berth.guest.v1.WatchDirectoryResponse.change:type_name -> berth.v1.WatchDirectoryResponse.Change
+	68, // 53: berth.guest.v1.JobRecord.accept_time:type_name -> google.protobuf.Timestamp
 	2,  // 54: berth.guest.v1.GuestService.Hello:input_type -> berth.guest.v1.HelloRequest
 	6,  // 55: berth.guest.v1.GuestService.Start:input_type -> berth.guest.v1.StartRequest
 	8,  // 56: berth.guest.v1.GuestService.Run:input_type -> berth.guest.v1.RunRequest
 	11, // 57: berth.guest.v1.GuestService.Attach:input_type -> berth.guest.v1.AttachRequest
 	15, // 58: berth.guest.v1.GuestService.Read:input_type -> berth.guest.v1.ReadRequest
 	17, // 59: berth.guest.v1.GuestService.Input:input_type -> berth.guest.v1.InputRequest
-	19, // 60: berth.guest.v1.GuestService.CloseInput:input_type -> berth.guest.v1.CloseInputRequest
-	21, // 61: berth.guest.v1.GuestService.Resize:input_type -> berth.guest.v1.ResizeRequest
-	23, // 62: berth.guest.v1.GuestService.Signal:input_type -> berth.guest.v1.SignalRequest
-	25, // 63: berth.guest.v1.GuestService.Stop:input_type -> berth.guest.v1.StopRequest
-	27, // 64: berth.guest.v1.GuestService.List:input_type -> berth.guest.v1.ListRequest
-	29, // 65: berth.guest.v1.GuestService.Wait:input_type -> berth.guest.v1.WaitRequest
-	31, // 66: berth.guest.v1.GuestService.Forget:input_type -> berth.guest.v1.ForgetRequest
-	33, // 67: berth.guest.v1.GuestService.Quiesce:input_type -> berth.guest.v1.QuiesceRequest
-	35, // 68: berth.guest.v1.GuestService.Resumed:input_type -> berth.guest.v1.ResumedRequest
-	37, // 69: berth.guest.v1.GuestFileService.Stat:input_type -> berth.guest.v1.StatRequest
-	39, // 70: berth.guest.v1.GuestFileService.ListDirectory:input_type -> berth.guest.v1.ListDirectoryRequest
-	41, // 71: berth.guest.v1.GuestFileService.MakeDirectory:input_type -> berth.guest.v1.MakeDirectoryRequest
-	43, // 72: berth.guest.v1.GuestFileService.Remove:input_type -> berth.guest.v1.RemoveRequest
-	45, // 73: berth.guest.v1.GuestFileService.Move:input_type -> berth.guest.v1.MoveRequest
-	47, // 74: berth.guest.v1.GuestFileService.ReadFile:input_type -> berth.guest.v1.ReadFileRequest
-	49, // 75: berth.guest.v1.GuestFileService.WriteFile:input_type -> berth.guest.v1.WriteFileRequest
-	51, // 76: berth.guest.v1.GuestFileService.Download:input_type -> berth.guest.v1.DownloadRequest
-	53, // 77: berth.guest.v1.GuestFileService.Upload:input_type -> berth.guest.v1.UploadRequest
-	55, // 78: berth.guest.v1.GuestFileService.Glob:input_type -> berth.guest.v1.GlobRequest
-	57, // 79: berth.guest.v1.GuestFileService.Grep:input_type -> berth.guest.v1.GrepRequest
-	59, // 80: berth.guest.v1.GuestFileService.ReplaceText:input_type -> berth.guest.v1.ReplaceTextRequest
-	61, // 81: berth.guest.v1.GuestFileService.WatchDirectory:input_type -> berth.guest.v1.WatchDirectoryRequest
-	3,  // 82: berth.guest.v1.GuestService.Hello:output_type -> berth.guest.v1.HelloResponse
-	7,  // 83: berth.guest.v1.GuestService.Start:output_type -> berth.guest.v1.StartResponse
-	10, // 84: berth.guest.v1.GuestService.Run:output_type -> berth.guest.v1.RunResponse
-	14, // 85: berth.guest.v1.GuestService.Attach:output_type -> berth.guest.v1.AttachResponse
-	16, // 86: berth.guest.v1.GuestService.Read:output_type -> berth.guest.v1.ReadResponse
-	18, // 87: berth.guest.v1.GuestService.Input:output_type -> berth.guest.v1.InputResponse
-	20, // 88: berth.guest.v1.GuestService.CloseInput:output_type -> berth.guest.v1.CloseInputResponse
-	22, // 89: berth.guest.v1.GuestService.Resize:output_type -> berth.guest.v1.ResizeResponse
-	24, // 90: berth.guest.v1.GuestService.Signal:output_type -> berth.guest.v1.SignalResponse
-	26, // 91: berth.guest.v1.GuestService.Stop:output_type -> berth.guest.v1.StopResponse
-	28, // 92: berth.guest.v1.GuestService.List:output_type -> berth.guest.v1.ListResponse
-	30, // 93: berth.guest.v1.GuestService.Wait:output_type -> berth.guest.v1.WaitResponse
-	32, // 94: berth.guest.v1.GuestService.Forget:output_type -> berth.guest.v1.ForgetResponse
-	34, // 95: berth.guest.v1.GuestService.Quiesce:output_type -> berth.guest.v1.QuiesceResponse
-	36, // 96: berth.guest.v1.GuestService.Resumed:output_type -> berth.guest.v1.ResumedResponse
-	38, // 97: berth.guest.v1.GuestFileService.Stat:output_type -> berth.guest.v1.StatResponse
-	40, // 98: berth.guest.v1.GuestFileService.ListDirectory:output_type -> berth.guest.v1.ListDirectoryResponse
-	42, // 99: berth.guest.v1.GuestFileService.MakeDirectory:output_type -> berth.guest.v1.MakeDirectoryResponse
-	44, // 100: berth.guest.v1.GuestFileService.Remove:output_type -> berth.guest.v1.RemoveResponse
-	46, // 101: berth.guest.v1.GuestFileService.Move:output_type -> berth.guest.v1.MoveResponse
-	48, // 102: berth.guest.v1.GuestFileService.ReadFile:output_type -> berth.guest.v1.ReadFileResponse
-	50, // 103: berth.guest.v1.GuestFileService.WriteFile:output_type -> berth.guest.v1.WriteFileResponse
-	52, // 104: berth.guest.v1.GuestFileService.Download:output_type -> berth.guest.v1.DownloadResponse
-	54, // 105: berth.guest.v1.GuestFileService.Upload:output_type -> berth.guest.v1.UploadResponse
-	56, // 106: berth.guest.v1.GuestFileService.Glob:output_type -> berth.guest.v1.GlobResponse
-	58, // 107: berth.guest.v1.GuestFileService.Grep:output_type -> berth.guest.v1.GrepResponse
-	60, // 108: berth.guest.v1.GuestFileService.ReplaceText:output_type -> berth.guest.v1.ReplaceTextResponse
-	62, // 109: berth.guest.v1.GuestFileService.WatchDirectory:output_type -> berth.guest.v1.WatchDirectoryResponse
-	82, // [82:110] is the sub-list for method output_type
-	54, // [54:82] is the sub-list for method input_type
+	19, // 60: berth.guest.v1.GuestService.AppendInput:input_type -> berth.guest.v1.AppendInputRequest
+	21, // 61: berth.guest.v1.GuestService.CloseInput:input_type -> berth.guest.v1.CloseInputRequest
+	23, // 62: berth.guest.v1.GuestService.Resize:input_type -> berth.guest.v1.ResizeRequest
+	25, // 63: berth.guest.v1.GuestService.Signal:input_type -> berth.guest.v1.SignalRequest
+	27, // 64: berth.guest.v1.GuestService.Stop:input_type -> berth.guest.v1.StopRequest
+	29, // 65: berth.guest.v1.GuestService.List:input_type -> berth.guest.v1.ListRequest
+	31, // 66: berth.guest.v1.GuestService.Wait:input_type -> berth.guest.v1.WaitRequest
+	33, // 67: berth.guest.v1.GuestService.Forget:input_type -> berth.guest.v1.ForgetRequest
+	35, // 68: berth.guest.v1.GuestService.Quiesce:input_type -> berth.guest.v1.QuiesceRequest
+	37, // 69: berth.guest.v1.GuestService.Resumed:input_type -> berth.guest.v1.ResumedRequest
+	39, // 70: berth.guest.v1.GuestFileService.Stat:input_type -> berth.guest.v1.StatRequest
+	41, // 71: berth.guest.v1.GuestFileService.ListDirectory:input_type -> berth.guest.v1.ListDirectoryRequest
+	43, // 72: berth.guest.v1.GuestFileService.MakeDirectory:input_type -> berth.guest.v1.MakeDirectoryRequest
+	45, // 73: berth.guest.v1.GuestFileService.Remove:input_type -> berth.guest.v1.RemoveRequest
+	47, // 74: berth.guest.v1.GuestFileService.Move:input_type -> berth.guest.v1.MoveRequest
+	49, // 75: berth.guest.v1.GuestFileService.ReadFile:input_type -> berth.guest.v1.ReadFileRequest
+	51, // 76: berth.guest.v1.GuestFileService.WriteFile:input_type -> berth.guest.v1.WriteFileRequest
+	53, // 77: berth.guest.v1.GuestFileService.Download:input_type -> berth.guest.v1.DownloadRequest
+	55, // 78: berth.guest.v1.GuestFileService.Upload:input_type -> berth.guest.v1.UploadRequest
+	57, // 79: berth.guest.v1.GuestFileService.Glob:input_type -> berth.guest.v1.GlobRequest
+	59, // 80: berth.guest.v1.GuestFileService.Grep:input_type -> berth.guest.v1.GrepRequest
+	61, // 81: berth.guest.v1.GuestFileService.ReplaceText:input_type -> berth.guest.v1.ReplaceTextRequest
+	63, // 82: berth.guest.v1.GuestFileService.WatchDirectory:input_type -> berth.guest.v1.WatchDirectoryRequest
+	3,  // 83: berth.guest.v1.GuestService.Hello:output_type -> berth.guest.v1.HelloResponse
+	7,  // 84: berth.guest.v1.GuestService.Start:output_type -> berth.guest.v1.StartResponse
+	10, // 85: berth.guest.v1.GuestService.Run:output_type -> berth.guest.v1.RunResponse
+	14, // 86: berth.guest.v1.GuestService.Attach:output_type -> berth.guest.v1.AttachResponse
+	16, // 87: berth.guest.v1.GuestService.Read:output_type -> berth.guest.v1.ReadResponse
+	18, // 88: berth.guest.v1.GuestService.Input:output_type -> berth.guest.v1.InputResponse
+	20, // 89: berth.guest.v1.GuestService.AppendInput:output_type -> berth.guest.v1.AppendInputResponse
+	22, // 90: berth.guest.v1.GuestService.CloseInput:output_type -> berth.guest.v1.CloseInputResponse
+	24, // 91: berth.guest.v1.GuestService.Resize:output_type -> berth.guest.v1.ResizeResponse
+	26, // 92: berth.guest.v1.GuestService.Signal:output_type -> berth.guest.v1.SignalResponse
+	28, // 93: berth.guest.v1.GuestService.Stop:output_type -> berth.guest.v1.StopResponse
+	30, // 94: berth.guest.v1.GuestService.List:output_type -> berth.guest.v1.ListResponse
+	32, // 95: berth.guest.v1.GuestService.Wait:output_type -> berth.guest.v1.WaitResponse
+	34, // 96: berth.guest.v1.GuestService.Forget:output_type -> berth.guest.v1.ForgetResponse
+	36, // 97: berth.guest.v1.GuestService.Quiesce:output_type -> berth.guest.v1.QuiesceResponse
+	38, // 98: berth.guest.v1.GuestService.Resumed:output_type -> berth.guest.v1.ResumedResponse
+	40, // 99: berth.guest.v1.GuestFileService.Stat:output_type -> berth.guest.v1.StatResponse
+	42, // 100: berth.guest.v1.GuestFileService.ListDirectory:output_type -> berth.guest.v1.ListDirectoryResponse
+	44, // 101: berth.guest.v1.GuestFileService.MakeDirectory:output_type -> berth.guest.v1.MakeDirectoryResponse
+	46, // 102: berth.guest.v1.GuestFileService.Remove:output_type -> berth.guest.v1.RemoveResponse
+	48, // 103: berth.guest.v1.GuestFileService.Move:output_type -> berth.guest.v1.MoveResponse
+	50, // 104: berth.guest.v1.GuestFileService.ReadFile:output_type -> berth.guest.v1.ReadFileResponse
+	52, // 105: berth.guest.v1.GuestFileService.WriteFile:output_type -> berth.guest.v1.WriteFileResponse
+	54, // 106: berth.guest.v1.GuestFileService.Download:output_type -> berth.guest.v1.DownloadResponse
+	56, // 107: berth.guest.v1.GuestFileService.Upload:output_type -> berth.guest.v1.UploadResponse
+	58, // 108: berth.guest.v1.GuestFileService.Glob:output_type -> berth.guest.v1.GlobResponse
+	60, // 109: berth.guest.v1.GuestFileService.Grep:output_type -> berth.guest.v1.GrepResponse
+	62, // 110: berth.guest.v1.GuestFileService.ReplaceText:output_type -> berth.guest.v1.ReplaceTextResponse
+	64, // 111: berth.guest.v1.GuestFileService.WatchDirectory:output_type -> berth.guest.v1.WatchDirectoryResponse
+	83, // [83:112] is the sub-list for method output_type
+	54, // [54:83] is the sub-list for method input_type
 	54, // [54:54] is the sub-list for extension type_name
 	54, // [54:54] is the sub-list for extension extendee
 	0,  // [0:54] is the sub-list for field type_name
@@ -5024,11 +5168,11 @@ func file_berth_guest_v1_guest_proto_init() {
 		(*AttachResponse_InputAcknowledged)(nil),
 		(*AttachResponse_Done)(nil),
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[48].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[50].OneofWrappers = []any{
 		(*WriteFileRequest_Header)(nil),
 		(*WriteFileRequest_Data)(nil),
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[52].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[54].OneofWrappers = []any{
 		(*UploadRequest_Path)(nil),
 		(*UploadRequest_Data)(nil),
 		(*UploadRequest_Sha256)(nil),
@@ -5039,7 +5183,7 @@ func file_berth_guest_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_berth_guest_v1_guest_proto_rawDesc), len(file_berth_guest_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   65,
+			NumMessages:   67,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
