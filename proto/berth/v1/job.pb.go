@@ -1725,7 +1725,8 @@ func (x *ExecStart) GetSpec() *JobSpec {
 	return nil
 }
 
-// ExecReattach comes back to a command.
+// ExecReattach comes back to a command, and takes its input and terminal over from whoever has them. FollowJob
+// only reads, and changes nothing for others.
 type ExecReattach struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// job_….
