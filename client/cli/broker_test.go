@@ -223,7 +223,7 @@ func (b *fakeBroker) job(id string) (*berthv1.Job, chan struct{}, error) {
 			return job, b.changed, nil
 		}
 	}
-	return nil, nil, failure(codes.NotFound, "JOB_NOT_FOUND", "no job "+id, map[string]string{"job_id": id})
+	return nil, nil, failure(codes.NotFound, "JOB_NOT_FOUND", "there is no "+id, map[string]string{"job_id": id})
 }
 
 func (b *fakeBroker) ListSandboxes(_ context.Context, r *berthv1.ListSandboxesRequest) (*berthv1.ListSandboxesResponse, error) {

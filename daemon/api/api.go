@@ -70,6 +70,9 @@ func (a *api) call(ctx context.Context, method string, message mutation) (reques
 	if err := validRequestID(call.RequestID); err != nil {
 		return call, err
 	}
+	if err := validID("lease.id", call.Lease.GetId()); err != nil {
+		return call, err
+	}
 	if call.RequestID != "" {
 		call.BodyHash = a.Hasher.BodyHash(method, message)
 	}

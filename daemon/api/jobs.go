@@ -190,6 +190,9 @@ func (j *jobService) ListJobs(ctx context.Context, request *berthv1.ListJobsRequ
 	if err := validFilter(request.GetLabels(), len(request.GetStates())); err != nil {
 		return nil, err
 	}
+	if err := validID("sandbox_id", request.GetSandboxId()); err != nil {
+		return nil, err
+	}
 	cut := map[string]bool{}
 	page, err := j.pageOf(ctx, request, cut)
 	if err != nil {

@@ -107,10 +107,10 @@ func (s *Service) inGuest(job *recordv1.JobRecord, fn func() error) error {
 	if unreachable {
 		return err
 	}
-	return fault.New(fault.Recovering, "job %s is being started: try again", job.GetId()).Retry(startingRetry)
+	return fault.New(fault.Recovering, "%s is being started: try again", job.GetId()).Retry(startingRetry)
 }
 
 func over(job *recordv1.JobRecord) error {
-	return fault.New(fault.WrongState, "job %s is over: %s", job.GetId(), record.Describe(job.GetOutcome())).
+	return fault.New(fault.WrongState, "%s is over: %s", job.GetId(), record.Describe(job.GetOutcome())).
 		With("state", "DONE").With("wanted", "RUNNING")
 }
