@@ -12,6 +12,8 @@ TOOLS := bin/tools
 # What `berthd --version` and its siblings say. A tree without git is "unknown".
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 LDFLAGS = -s -w -X main.version=$(VERSION)
+# Where berth can see which of its standard streams are closed, it begins with that; client/cmd/berth/entry.go.
+ENTRY = $(if $(wildcard client/cmd/berth/entry_$(shell go env GOOS)_$(shell go env GOARCH).s),-E main.entry)
 PROGRAMS := ./daemon/cmd/berthd ./client/cmd/berth ./providers/guest/cmd/berth-guest
 
 .PHONY: help
@@ -27,7 +29,7 @@ BUILD_TAGS := grpcnotrace
 .PHONY: build
 build: ## build berthd, berth and berth-guest into bin/, static and stripped
 	@mkdir -p bin
-	CGO_ENABLED=0 go build -tags $(BUILD_TAGS) -trimpath -ldflags '$(LDFLAGS)' -o bin/ $(PROGRAMS)
+	CGO_ENABLED=0 go build -tags $(BUILD_TAGS) -trimpath -ldflags '$(LDFLAGS)' -ldflags './client/cmd/berth=$(LDFLAGS) $(ENTRY)' -o bin/ $(PROGRAMS)
 
 .PHONY: demo
 demo: build ## start a broker on this machine and show what it does

@@ -124,6 +124,13 @@ func (c *Client) Feed(ctx context.Context, jobID string, offset uint64, r io.Rea
 	return attachment.Feed(ctx, c.conn, jobID, offset, r, thenClose)
 }
 
+// AppendInput writes what r holds to a job's standard input, behind all that was written before, and closes that
+// at r's end if thenClose. Each piece that r gives, up to 1 MiB, is written as a whole and once, whoever else
+// appends. It outlasts restarts of the broker, and waits for a job that does not read. Errors: as Feed.
+func (c *Client) AppendInput(ctx context.Context, jobID string, r io.Reader, thenClose bool) error {
+	return attachment.Append(ctx, c.conn, jobID, r, thenClose)
+}
+
 // InputOffset returns how far a job's standard input was taken: where Feed continues. Errors:
 // JOB_NOT_FOUND, WRONG_STATE for a job that is over, *UnreachableError, ctx's end.
 func (c *Client) InputOffset(ctx context.Context, jobID string) (uint64, error) {

@@ -36,7 +36,8 @@ type command struct {
 	sizes   []*berthv1.TerminalSize
 	signals []uint32
 
-	signalled []string // request_ids of signals
+	signalled []string          // request_ids of signals
+	appended  map[string]uint64 // request_ids of appends, and where they went
 	ends      int
 	job       *berthv1.Job
 }
@@ -124,6 +125,27 @@ func (c *command) input(chunk *berthv1.ExecInput, over <-chan struct{}) (uint64,
 	}
 }
 
+// appendInput takes all of the data, or while it has no room nothing.
+func (c *command) appendInput(r *berthv1.WriteJobInputRequest) *berthv1.WriteJobInputResponse {
+	reply := &berthv1.WriteJobInputResponse{}
+	c.change(func() {
+		at, again := c.appended[r.GetRequestId()]
+		length := uint64(len(r.GetData()))
+		switch {
+		case again:
+		case len(c.taken)-c.read+len(r.GetData()) > pipeBytes:
+			reply.Offset, reply.NextOffset = uint64(len(c.taken)), uint64(len(c.taken))
+			return
+		default:
+			at = uint64(len(c.taken))
+			c.taken, c.closed = append(c.taken, r.GetData()...), c.closed || r.GetEof()
+			c.appended[r.GetRequestId()] = at
+		}
+		reply.Offset, reply.NextOffset = at, at+length
+	})
+	return reply
+}
+
 // command finds a command, by id or by request_id.
 func (b *broker) command(matches func(*command) bool) *command {
 	b.mu.Lock()
@@ -143,7 +165,7 @@ func (b *broker) beginCommand(start *berthv1.ExecStart) *command {
 			return known
 		}
 	}
-	c := &command{requestID: start.GetRequestId(), spec: start.GetSpec(), changed: make(chan struct{})}
+	c := &command{requestID: start.GetRequestId(), spec: start.GetSpec(), changed: make(chan struct{}), appended: map[string]uint64{}}
 	b.change(func() {
 		c.id = fmt.Sprintf("job_%d", len(b.commands)+1)
 		c.job = &berthv1.Job{Id: c.id, SandboxId: start.GetSandboxId(), State: berthv1.JobState_JOB_STATE_RUNNING, Spec: c.spec}
@@ -392,6 +414,9 @@ func (b *broker) WriteJobInput(ctx context.Context, r *berthv1.WriteJobInputRequ
 	c := b.command(func(c *command) bool { return c.id == r.GetJobId() })
 	if c == nil {
 		return nil, failure(codes.NotFound, "JOB_NOT_FOUND", nil)
+	}
+	if r.GetPosition() == nil && (len(r.GetData()) > 0 || r.GetEof()) {
+		return c.appendInput(r), nil
 	}
 	next, err := c.input(&berthv1.ExecInput{Position: &berthv1.ExecInput_Offset{Offset: r.GetOffset()}, Data: r.GetData(), Eof: r.GetEof()}, ctx.Done())
 	return &berthv1.WriteJobInputResponse{NextOffset: next}, err

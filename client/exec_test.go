@@ -433,6 +433,56 @@ func TestFeedIsExactOverRestarts(t *testing.T) {
 	}
 }
 
+func TestInputThatTwoAppendIsWholeAndThereOnceOverBrokenConnections(t *testing.T) {
+	b := newBroker(t)
+	b.kill()
+	var left atomic.Int64
+	left.Store(20)
+	b.listen = func(listener net.Listener) net.Listener {
+		return brittle{Listener: listener, limit: 40 << 10, left: &left}
+	}
+	b.start()
+	c := b.beginCommand(&berthv1.ExecStart{SandboxId: "sb_1"})
+	const lines = 300
+	ctx := testContext(t)
+	var reading, writing sync.WaitGroup
+	reading.Go(func() { c.readInput() })
+	for _, who := range []string{"a", "b"} {
+		read, write := io.Pipe() // each write is a read of its own
+		writing.Go(func() {
+			for i := range lines {
+				if _, err := fmt.Fprintf(write, "%s %d %s\n", who, i, strings.Repeat(who, 1000)); err != nil {
+					t.Error(err)
+				}
+			}
+			_ = write.Close()
+		})
+		writing.Go(func() {
+			if err := b.dial().AppendInput(ctx, c.id, read, false); err != nil {
+				t.Error(err)
+				_ = read.CloseWithError(err)
+			}
+		})
+	}
+	writing.Wait()
+	if err := b.dial().AppendInput(ctx, c.id, strings.NewReader(""), true); err != nil {
+		t.Error(err)
+	}
+	reading.Wait()
+	seen := map[string]int{}
+	for line := range strings.Lines(string(c.taken)) {
+		var who, rest string
+		var number int
+		if _, err := fmt.Sscan(line, &who, &number, &rest); err != nil || number != seen[who] || rest != strings.Repeat(who, 1000) {
+			t.Fatalf("after %v: %.40q (%v)", seen, line, err)
+		}
+		seen[who]++
+	}
+	if seen["a"] != lines || seen["b"] != lines || !c.closed {
+		t.Errorf("%v, closed %v", seen, c.closed)
+	}
+}
+
 func TestFollowedOutputIsExactOverBrokenConnections(t *testing.T) {
 	for round := range 20 {
 		t.Run(fmt.Sprint(round), func(t *testing.T) {

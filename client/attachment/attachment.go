@@ -32,6 +32,9 @@ const (
 	// was received. A broker sees the half-close without it, and answers at once; the bound is for one that
 	// does not answer any more, which only keeps the job's end longer.
 	acknowledgeWait = 250 * time.Millisecond
+	// awayAfter is how long a broker may be away before the caller is told: a restart is faster, and a line
+	// for each would only disturb.
+	awayAfter = time.Second
 	// maxSignal is the highest signal's number.
 	maxSignal = 64
 )
@@ -61,6 +64,9 @@ type IO struct {
 	// Gap is called where output was dropped, [from, to), in the order of the stream. It may be nil; then
 	// the job's own stats say so.
 	Gap func(stream berthv1.Stream, from, to uint64)
+	// Away is called when the command's broker has not been reached for a second, and Back when it is again;
+	// never both at once. What Stdin gives meanwhile is sent then. They may be nil.
+	Away, Back func()
 }
 
 // UnknownStartError says that the connection broke before the broker said that a command began, and
@@ -132,6 +138,7 @@ type attachment struct {
 	known          chan string // the job's id, once it is known; holds one
 	appends        bool        // input begins where the job's stands, which the first reply says
 	stdout, stderr outputEnd
+	outage         *outage
 	moved          bool                  // the newest connection carried something
 	size           *berthv1.TerminalSize // the newest, belongs to the connection's sender
 }
@@ -145,7 +152,7 @@ type outputEnd struct {
 
 func newAttachment(c *connection.Conn, streams IO) *attachment {
 	a := &attachment{
-		conn: c, io: streams, known: make(chan string, 1),
+		conn: c, io: streams, known: make(chan string, 1), outage: &outage{away: streams.Away, back: streams.Back},
 		stdout: outputEnd{stream: berthv1.Stream_STREAM_STDOUT, to: streams.Stdout},
 		stderr: outputEnd{stream: berthv1.Stream_STREAM_STDERR, to: streams.Stderr},
 	}
@@ -179,23 +186,27 @@ func (a *attachment) run(ctx context.Context) (*berthv1.Job, error) {
 		})()
 	}
 	defer a.forwardSignals(ctx)()
+	defer a.outage.leave()
 
-	var outage time.Time // when the first try to start failed
+	var first time.Time // when the first try to start failed
 	for idle := 0; ; idle++ {
 		a.moved = false
 		done, err := a.connection(ctx)
 		if done != nil {
 			return done, err
 		}
-		if outage.IsZero() {
-			outage = time.Now()
+		if first.IsZero() {
+			first = time.Now()
 		}
 		if a.moved {
 			idle = 0
 		}
 		wait := connection.BackoffFor(idle, err)
-		if err := a.giveUp(ctx, err, time.Since(outage)+wait); err != nil {
+		if err := a.giveUp(ctx, err, time.Since(first)+wait); err != nil {
 			return a.job, err
+		}
+		if a.jobID != "" {
+			a.outage.begin()
 		}
 		if !connection.Pause(ctx, wait) {
 			return a.job, a.ended(ctx)
@@ -334,6 +345,7 @@ func (a *attachment) first() *berthv1.ExecRequest {
 // started notes the job, announces it once, and returns where input continues.
 func (a *attachment) started(started *berthv1.ExecStarted) uint64 {
 	a.job = started.GetJob()
+	a.outage.end()
 	if !a.announced {
 		a.announced, a.jobID = true, a.job.GetId()
 		if a.input != nil && a.appends {

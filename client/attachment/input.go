@@ -198,6 +198,50 @@ func feedChunk(ctx context.Context, c *connection.Conn, request *berthv1.WriteJo
 	}
 }
 
+// Append writes what r holds to a job's standard input, behind all that was written before, and closes that at
+// r's end if thenClose. Each piece that r gives, up to 1 MiB, is written as a whole and once, whoever else
+// appends. It outlasts restarts of the broker, and waits for a job that does not read. Errors: as Feed.
+func Append(ctx context.Context, c *connection.Conn, jobID string, r io.Reader, thenClose bool) error {
+	buffer := make([]byte, inputWindowBytes)
+	for {
+		n, err := r.Read(buffer)
+		over := errors.Is(err, io.EOF)
+		if n > 0 || over && thenClose {
+			if err := appendChunk(ctx, c, jobID, buffer[:n], over && thenClose); err != nil {
+				return err
+			}
+		}
+		switch {
+		case over:
+			return nil
+		case err != nil:
+			return fmt.Errorf("reading the input for %s: %w", jobID, err)
+		}
+	}
+}
+
+// appendChunk appends one chunk, once: a lost answer is asked for again under the same id.
+func appendChunk(ctx context.Context, c *connection.Conn, jobID string, data []byte, eof bool) error {
+	request := &berthv1.WriteJobInputRequest{RequestId: connection.NewRequestID(), JobId: jobID, Data: data, Eof: eof}
+	for idle := 0; ; idle++ {
+		begun := time.Now()
+		reply, err := c.Jobs().WriteJobInput(ctx, request)
+		switch {
+		case err != nil && !c.KeepWaiting(ctx, err):
+			return err
+		case err != nil:
+		case len(data) == 0 || reply.GetNextOffset() > reply.GetOffset():
+			return nil
+		case time.Since(begun) >= time.Second:
+			idle = -1 // it waited for the job to read: ask again at once
+			continue
+		}
+		if !connection.Pause(ctx, connection.BackoffFor(idle, err)) {
+			return connection.EndedWhile(ctx, "feeding "+jobID)
+		}
+	}
+}
+
 // InputOffset returns how far a job's standard input was taken: where Feed continues. Errors:
 // JOB_NOT_FOUND, WRONG_STATE for a job that is over, *UnreachableError, ctx's end.
 func InputOffset(ctx context.Context, c *connection.Conn, jobID string) (uint64, error) {

@@ -223,7 +223,7 @@ func (b *fakeBroker) job(id string) (*berthv1.Job, chan struct{}, error) {
 			return job, b.changed, nil
 		}
 	}
-	return nil, nil, failure(codes.NotFound, "JOB_NOT_FOUND", "no job "+id, map[string]string{"job_id": id})
+	return nil, nil, failure(codes.NotFound, "JOB_NOT_FOUND", "there is no "+id, map[string]string{"job_id": id})
 }
 
 func (b *fakeBroker) ListSandboxes(_ context.Context, r *berthv1.ListSandboxesRequest) (*berthv1.ListSandboxesResponse, error) {
@@ -609,14 +609,17 @@ func (b *fakeBroker) WriteJobInput(_ context.Context, r *berthv1.WriteJobInputRe
 	if _, _, err := b.job(r.GetJobId()); err != nil {
 		return nil, err
 	}
-	var taken uint64
+	offset, taken := r.GetOffset(), uint64(0)
 	b.change(func() {
+		if r.GetPosition() == nil {
+			offset = uint64(len(b.live.taken))
+		}
 		if len(r.GetData()) > 0 || r.GetEof() {
-			b.takeLive(&berthv1.ExecInput{Position: &berthv1.ExecInput_Offset{Offset: r.GetOffset()}, Data: r.GetData(), Eof: r.GetEof()})
+			b.takeLive(&berthv1.ExecInput{Position: &berthv1.ExecInput_Offset{Offset: offset}, Data: r.GetData(), Eof: r.GetEof()})
 		}
 		taken = uint64(len(b.live.taken))
 	})
-	return &berthv1.WriteJobInputResponse{NextOffset: taken}, nil
+	return &berthv1.WriteJobInputResponse{Offset: offset, NextOffset: taken}, nil
 }
 
 func (b *fakeBroker) StartJob(_ context.Context, r *berthv1.StartJobRequest) (*berthv1.StartJobResponse, error) {

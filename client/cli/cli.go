@@ -29,7 +29,7 @@ func Run(ctx context.Context, process Process) int {
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	p := &command.Program{Process: process}
+	p := command.NewProgram(process)
 	defer p.WatchInterrupts(cancel)()
 	defer p.RestoreTerminal()
 	root := rootCommand(p)

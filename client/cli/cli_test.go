@@ -60,6 +60,7 @@ type shell struct {
 	resized      chan os.Signal
 	continued    chan os.Signal
 	stdoutTo     io.Writer     // nil: stdout
+	stderrTo     io.Writer     // nil: stderr
 	retryTimeout time.Duration // with a broker that was reached and is away; zero: 10 s
 	interrupts   chan os.Signal
 	exited       chan int
@@ -80,9 +81,12 @@ func (s *shell) run(t *testing.T, args ...string) int {
 	if s.retryTimeout > 0 {
 		retryTimeout = s.retryTimeout
 	}
-	var stdout io.Writer = &s.stdout
+	var stdout, stderr io.Writer = &s.stdout, &s.stderr
 	if s.stdoutTo != nil {
 		stdout = s.stdoutTo
+	}
+	if s.stderrTo != nil {
+		stderr = s.stderrTo
 	}
 	return Run(ctx, command.Process{
 		Args: args, Terminal: s.pty, Resized: s.resized, Continued: s.continued,
@@ -93,7 +97,7 @@ func (s *shell) run(t *testing.T, args ...string) int {
 			value, found := s.env[key]
 			return value, found
 		},
-		Stdin: s.stdin, Stdout: stdout, Stderr: &s.stderr,
+		Stdin: s.stdin, Stdout: stdout, Stderr: stderr,
 		StdoutTerminal: s.terminal, StderrTerminal: s.terminal, StdinTerminal: s.terminal,
 		Interrupts: s.interrupts, Exit: func(code int) { s.exited <- code },
 		Now: func() time.Time { return now }, Version: "v0.1.0-test",

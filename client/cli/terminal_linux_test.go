@@ -117,6 +117,62 @@ func TestATerminalIsTheCommands(t *testing.T) {
 	}
 }
 
+func TestATerminalIsToldThatItsBrokerIsAwayAndBack(t *testing.T) {
+	b := newBroker(t)
+	master, slave := terminalPair(t)
+	s := b.atTerminal(slave)
+	const away = "\r\nberth: the broker is away, and is being reached again: the command continues, and gets then what is typed now\r\n"
+	const back = "\r\nberth: the broker is back\r\n"
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		b.kill()
+		s.awaitError(t, away)
+		if _, err := master.WriteString("typed\r"); err != nil {
+			t.Error(err)
+		}
+		b.start()
+		<-b.entered
+		s.awaitError(t, back)
+		b.until(t, "the keys arrived", func() bool { return string(b.live.taken) == "typed\r" })
+		if _, err := master.WriteString("exit\r"); err != nil {
+			t.Error(err)
+		}
+	})
+	code := s.run(t, "exec", "-it", sbLive, "--", "shell")
+	story.Wait()
+	if code != 7 || s.stderr.String() != away+back {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
+	}
+}
+
+func TestAPipeIsNotToldThatItsBrokerIsAway(t *testing.T) {
+	b := newBroker(t)
+	s := b.shell()
+	s.retryTimeout = 2 * time.Second
+	var story sync.WaitGroup
+	story.Go(func() {
+		<-b.entered
+		b.kill()
+	})
+	code := s.run(t, "exec", sbLive, "--", "hang")
+	story.Wait()
+	if code != usage.ExitBroker || strings.Contains(s.stderr.String(), "is away") {
+		t.Errorf("exit %d, stderr %q", code, s.stderr.String())
+	}
+}
+
+// awaitError waits until stderr ends in words.
+func (s *shell) awaitError(t *testing.T, words string) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !strings.HasSuffix(s.stderr.String(), words); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Errorf("after 20 s stderr is %q", s.stderr.String())
+			return
+		}
+	}
+}
+
 func TestATerminalIsRawAgainAfterTheProcessWasStopped(t *testing.T) {
 	b := newBroker(t)
 	master, slave := terminalPair(t)
@@ -244,7 +300,3 @@ func TestATerminalIsPutBackByAPanic(t *testing.T) {
 		t.Error("the terminal is not as it was")
 	}
 }
-
-type writerFunc func([]byte) (int, error)
-
-func (f writerFunc) Write(data []byte) (int, error) { return f(data) }

@@ -128,11 +128,13 @@ func (c *Conn) explain(err error) error {
 // withRequestID returns the request with a request_id if it mutates and has none. The caller's own
 // message stays as it is.
 func withRequestID(request any) any {
-	switch request.(type) {
+	switch mutating := request.(type) {
 	case *berthv1.RunCommandRequest: // it would outlive its caller
 		return request
-	case *berthv1.WriteJobInputRequest: // its offset makes it repeatable
-		return request
+	case *berthv1.WriteJobInputRequest:
+		if !appends(mutating) { // its offset makes it repeatable
+			return request
+		}
 	}
 	message, ok := request.(proto.Message)
 	if !ok {
@@ -156,9 +158,11 @@ func withRequestID(request any) any {
 // repeatable says whether sending the request twice does the same as sending it once: it only reads
 // (every mutating request has a request_id field), it bears a request_id, or it converges anyway.
 func repeatable(request any) bool {
-	switch request.(type) {
-	case *berthv1.DestroySandboxRequest, *berthv1.StopJobRequest, *berthv1.WriteJobInputRequest:
+	switch mutating := request.(type) {
+	case *berthv1.DestroySandboxRequest, *berthv1.StopJobRequest:
 		return true
+	case *berthv1.WriteJobInputRequest:
+		return !appends(mutating) || mutating.GetRequestId() != ""
 	}
 	message, ok := request.(proto.Message)
 	if !ok {
@@ -167,6 +171,11 @@ func repeatable(request any) bool {
 	reflected := message.ProtoReflect()
 	field := requestIDField(reflected)
 	return field == nil || reflected.Get(field).String() != ""
+}
+
+// appends says whether a request writes behind what was written before, so that a second one would again.
+func appends(request *berthv1.WriteJobInputRequest) bool {
+	return request.GetPosition() == nil && (len(request.GetData()) > 0 || request.GetEof())
 }
 
 func requestIDField(message protoreflect.Message) protoreflect.FieldDescriptor {

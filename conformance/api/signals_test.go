@@ -20,12 +20,12 @@ var atTheGuest = []*berthv1.JobSpec{
 
 func TestAJobThatSignalsItsGuestEndsNoMachine(t *testing.T) {
 	t.Parallel()
-	check := (*world).ignoresItsJobs
+	check := (*harness).ignoresItsJobs
 	switch fixture.ProviderName() {
 	case "local":
 		testenv.Namespaces(t)
 	case "local-plain", "fake":
-		check = (*world).diesHonestly
+		check = (*harness).diesHonestly
 	}
 	w := start(t)
 	sandbox := w.create(t, nil).GetId()
@@ -34,7 +34,7 @@ func TestAJobThatSignalsItsGuestEndsNoMachine(t *testing.T) {
 	w.WantNothingLeft(t)
 }
 
-func (w *world) ignoresItsJobs(t *testing.T, sandbox string) {
+func (w *harness) ignoresItsJobs(t *testing.T, sandbox string) {
 	t.Helper()
 	if parent := w.run(t, sandbox, "echo $PPID").GetStdout().GetText(); parent != "1\n" {
 		t.Fatalf("the guest is process %q, not its machine's first", parent)
@@ -58,7 +58,7 @@ func (w *world) ignoresItsJobs(t *testing.T, sandbox string) {
 }
 
 // diesHonestly is of a guest that is a plain process of the host, which anybody of its user may end.
-func (w *world) diesHonestly(t *testing.T, sandbox string) {
+func (w *harness) diesHonestly(t *testing.T, sandbox string) {
 	t.Helper()
 	neighbour := w.start(t, sandbox, "sleep 1000").GetId()
 	culprit := w.start(t, sandbox, "kill -KILL $PPID; sleep 1000").GetId()

@@ -1,6 +1,8 @@
 package archtest
 
 import (
+	"go/ast"
+	"go/token"
 	"slices"
 	"strings"
 	"testing"
@@ -41,6 +43,29 @@ var unguarded = map[string]string{
 
 // guards are the fields that a changing request begins with: number by name.
 var guards = map[protoreflect.Name]protoreflect.FieldNumber{"request_id": 1, "if_generation": 2, "lease": 3}
+
+func TestNoMessageSaysOfAJobsIdTwiceThatItIsAJob(t *testing.T) {
+	seen := 0
+	for _, s := range checkout(t).sources {
+		if s.test || !strings.HasPrefix(s.dir, "daemon/") && !strings.HasPrefix(s.dir, "client/") && !strings.HasPrefix(s.dir, "providers/guest") {
+			continue
+		}
+		ast.Inspect(s.syntax, func(node ast.Node) bool {
+			literal, ok := node.(*ast.BasicLit)
+			if !ok || literal.Kind != token.STRING {
+				return true
+			}
+			seen++
+			if strings.Contains(" "+literal.Value, " job %s") || strings.HasPrefix(literal.Value, `"job %s`) {
+				t.Errorf("%s: %s: the id begins with job_ already", s.place(node), literal.Value)
+			}
+			return true
+		})
+	}
+	if seen < 1000 {
+		t.Errorf("saw only %d texts", seen)
+	}
+}
 
 func TestEveryChangingCallBeginsWithTheThreeGuards(t *testing.T) {
 	seen := 0

@@ -42,7 +42,7 @@ type Options struct {
 func Register(server grpc.ServiceRegistrar, opts Options) {
 	a := &api{opts}
 	berthv1.RegisterSandboxServiceServer(server, &sandboxes{api: a})
-	berthv1.RegisterJobServiceServer(server, &jobService{api: a, appending: appending{jobs: map[string]chan struct{}{}}})
+	berthv1.RegisterJobServiceServer(server, &jobService{api: a})
 	berthv1.RegisterProviderServiceServer(server, &providerService{api: a})
 	berthv1.RegisterAdminServiceServer(server, &admin{api: a})
 	berthv1.RegisterFileServiceServer(server, berthv1.UnimplementedFileServiceServer{})
@@ -68,6 +68,9 @@ func (a *api) call(ctx context.Context, method string, message mutation) (reques
 		IfGeneration: message.GetIfGeneration(), Lease: message.GetLease(), HashVersion: a.HashVersion,
 	}
 	if err := validRequestID(call.RequestID); err != nil {
+		return call, err
+	}
+	if err := validID("lease.id", call.Lease.GetId()); err != nil {
 		return call, err
 	}
 	if call.RequestID != "" {

@@ -175,7 +175,7 @@ func (hasher) BodyHash(method string, body proto.Message) []byte {
 
 func services() (*sandboxes, *jobService) {
 	a := &api{Options{Hasher: hasher{}}}
-	return &sandboxes{api: a}, &jobService{api: a, appending: appending{jobs: map[string]chan struct{}{}}}
+	return &sandboxes{api: a}, &jobService{api: a}
 }
 
 // refused is a call that must be refused for one field before any package below is asked: there is none

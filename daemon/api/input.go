@@ -4,45 +4,12 @@ import (
 	"context"
 	"math"
 	"strings"
-	"sync"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
-
-// appending are the jobs to whose stdin somebody appends: finding out where it ends and writing there is
-// one act, or two callers would write to the same place.
-type appending struct {
-	mu   sync.Mutex
-	jobs map[string]chan struct{}
-}
-
-// lock waits until nobody else appends to a job's stdin.
-func (a *appending) lock(ctx context.Context, id string) (unlock func(), err error) {
-	for {
-		a.mu.Lock()
-		busy := a.jobs[id]
-		if busy == nil {
-			done := make(chan struct{})
-			a.jobs[id] = done
-			a.mu.Unlock()
-			return func() {
-				a.mu.Lock()
-				delete(a.jobs, id)
-				a.mu.Unlock()
-				close(done)
-			}, nil
-		}
-		a.mu.Unlock()
-		select {
-		case <-busy:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
-}
 
 func (j *jobService) WriteJobInput(ctx context.Context, request *berthv1.WriteJobInputRequest) (*berthv1.WriteJobInputResponse, error) {
 	call, err := j.call(ctx, "berth.v1.JobService/WriteJobInput", request)
@@ -57,20 +24,14 @@ func (j *jobService) WriteJobInput(ctx context.Context, request *berthv1.WriteJo
 		return nil, err
 	}
 	if request.GetPosition() == nil && (len(request.GetData()) > 0 || request.GetEof()) {
-		unlock, err := j.appending.lock(ctx, id)
-		if err != nil {
-			return nil, err
-		}
-		defer unlock()
-		if offset, err = j.Jobs.WriteInput(ctx, call, id, 0, nil, false); err != nil {
-			return nil, err
-		}
+		offset, next, err := j.Jobs.AppendInput(ctx, call, id, request.GetData(), request.GetEof())
+		return &berthv1.WriteJobInputResponse{Offset: offset, NextOffset: next}, err
 	}
 	next, err := j.Jobs.WriteInput(ctx, call, id, offset, request.GetData(), request.GetEof())
-	if err != nil {
-		return nil, err
+	if request.GetPosition() == nil {
+		offset = next
 	}
-	return &berthv1.WriteJobInputResponse{NextOffset: next}, nil
+	return &berthv1.WriteJobInputResponse{Offset: offset, NextOffset: next}, err
 }
 
 func (j *jobService) SignalJob(ctx context.Context, request *berthv1.SignalJobRequest) (*berthv1.SignalJobResponse, error) {

@@ -1,7 +1,6 @@
 package api
 
 import (
-	"context"
 	"errors"
 	"io"
 	"math"
@@ -114,47 +113,6 @@ func TestAHalfCloseAfterTheEndAcknowledgesItAndEndsNoInput(t *testing.T) {
 	}
 	close(peer.over)
 	receiving.Wait()
-}
-
-func TestOneCallerAfterTheOtherAppendsToAJobsInput(t *testing.T) {
-	a := appending{jobs: map[string]chan struct{}{}}
-	unlock, err := a.lock(t.Context(), "job_1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, err := a.lock(t.Context(), "job_2")
-	if err != nil {
-		t.Fatal(err)
-	}
-	other()
-	gone, cancel := context.WithCancel(t.Context())
-	cancel()
-	if _, err := a.lock(gone, "job_1"); !errors.Is(err, context.Canceled) {
-		t.Errorf("a caller that went away: %v", err)
-	}
-	const callers = 20
-	inside, writes := 0, 0
-	var waiting sync.WaitGroup
-	for range callers {
-		waiting.Go(func() {
-			unlock, err := a.lock(t.Context(), "job_1")
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			defer unlock()
-			if inside++; inside != 1 { // the race detector sees more
-				t.Error("two append at once")
-			}
-			writes++
-			inside--
-		})
-	}
-	unlock()
-	waiting.Wait()
-	if writes != callers || len(a.jobs) != 0 {
-		t.Errorf("%d of %d wrote, and %d locks are left", writes, callers, len(a.jobs))
-	}
 }
 
 func TestASignalIsNamedOrNumbered(t *testing.T) {

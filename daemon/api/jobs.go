@@ -28,7 +28,6 @@ const (
 type jobService struct {
 	berthv1.UnimplementedJobServiceServer
 	*api
-	appending appending
 }
 
 func (j *jobService) RunCommand(ctx context.Context, request *berthv1.RunCommandRequest) (*berthv1.RunCommandResponse, error) {
@@ -189,6 +188,9 @@ func (j *jobService) StopJob(ctx context.Context, request *berthv1.StopJobReques
 
 func (j *jobService) ListJobs(ctx context.Context, request *berthv1.ListJobsRequest) (*berthv1.ListJobsResponse, error) {
 	if err := validFilter(request.GetLabels(), len(request.GetStates())); err != nil {
+		return nil, err
+	}
+	if err := validID("sandbox_id", request.GetSandboxId()); err != nil {
 		return nil, err
 	}
 	cut := map[string]bool{}

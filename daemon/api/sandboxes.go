@@ -25,6 +25,8 @@ func (s *sandboxes) CreateSandbox(ctx context.Context, request *berthv1.CreateSa
 	}
 	spec := request.GetSpec()
 	switch {
+	case len(request.GetPool()) > maxName:
+		return nil, fault.Invalid("pool", "has %d bytes, and no name has more than %d", len(request.GetPool()), maxName)
 	case request.GetPool() != "":
 		return nil, fault.New(fault.PoolNotFound, "no pool %q: this broker keeps no pools yet; give spec instead", request.GetPool()).With("pool", request.GetPool())
 	case request.GetIfGeneration() != 0:

@@ -106,6 +106,12 @@ func validSandboxSpec(spec *berthv1.SandboxSpec) error {
 	if err := validEgress(spec.GetEgress()); err != nil {
 		return err
 	}
+	if err := validDuration("spec.lifetime.max", spec.GetLifetime().GetMax(), maxTimeout); err != nil {
+		return err
+	}
+	if err := validDuration("spec.lifetime.idle", spec.GetLifetime().GetIdle(), maxTimeout); err != nil {
+		return err
+	}
 	return validWorkspace(spec.GetWorkspace())
 }
 
@@ -328,14 +334,14 @@ func validEnv(field string, env, secret map[string]string) error {
 			}
 			size += len(key) + len(value) + 2
 		}
+		if size > maxEnvBytes {
+			return fault.Invalid(vars.name, "%d bytes of environment are over the limit of 1 MiB", size)
+		}
 	}
 	for key := range secret {
 		if _, twice := env[key]; twice {
 			return fault.Invalid(field+".secret_env", "%s is in env too: give it once", key)
 		}
-	}
-	if size > maxEnvBytes {
-		return fault.Invalid(field+".env", "%d bytes are over the limit of 1 MiB", size)
 	}
 	return nil
 }
@@ -384,10 +390,15 @@ func under(message string, err error) error {
 
 // required refuses an empty id, and one that is too long, before anything is looked up.
 func required(field, id string) error {
-	switch {
-	case id == "":
+	if id == "" {
 		return fault.Invalid(field, "is required")
-	case len(id) > maxID:
+	}
+	return validID(field, id)
+}
+
+// validID refuses an id that is too long.
+func validID(field, id string) error {
+	if len(id) > maxID {
 		return fault.Invalid(field, "has %d bytes, and no id has more than %d", len(id), maxID)
 	}
 	return nil

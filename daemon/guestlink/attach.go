@@ -55,9 +55,9 @@ func (a *Attachment) Receive() (*guestv1.AttachResponse, error) {
 	}
 	if _, opens := message.GetMessage().(*guestv1.AttachResponse_Opened); opens == a.opened {
 		if opens {
-			return nil, protocolError(a.machineID, "sent a second beginning of job %s", a.jobID)
+			return nil, protocolError(a.machineID, "sent a second beginning of %s", a.jobID)
 		}
-		return nil, protocolError(a.machineID, "sent output of job %s before its beginning", a.jobID)
+		return nil, protocolError(a.machineID, "sent output of %s before its beginning", a.jobID)
 	}
 	a.opened = true
 	switch m := message.GetMessage().(type) {
@@ -71,7 +71,7 @@ func (a *Attachment) Receive() (*guestv1.AttachResponse, error) {
 		err = a.gap(m.Gap)
 	case *guestv1.AttachResponse_InputAcknowledged:
 	default:
-		err = protocolError(a.machineID, "sent a message of no known kind about job %s", a.jobID)
+		err = protocolError(a.machineID, "sent a message of no known kind about %s", a.jobID)
 	}
 	return message, err
 }
@@ -80,7 +80,7 @@ func (a *Attachment) chunk(chunk *berthv1.OutputChunk) error {
 	at, wanted := a.next[chunk.GetStream()]
 	length := uint64(len(chunk.GetData()))
 	if !wanted || chunk.GetOffset() != at || length == 0 || length > maxChunk {
-		return protocolError(a.machineID, "sent %d bytes of stream %d of job %s at %d, where %d was next",
+		return protocolError(a.machineID, "sent %d bytes of stream %d of %s at %d, where %d was next",
 			length, chunk.GetStream(), a.jobID, chunk.GetOffset(), at)
 	}
 	a.next[chunk.GetStream()] = at + length
@@ -90,7 +90,7 @@ func (a *Attachment) chunk(chunk *berthv1.OutputChunk) error {
 func (a *Attachment) gap(gap *berthv1.OutputGap) error {
 	at, wanted := a.next[gap.GetStream()]
 	if from, to := gap.GetRange().GetFrom(), gap.GetRange().GetTo(); !wanted || from != at || to <= at {
-		return protocolError(a.machineID, "sent a gap in stream %d of job %s from %d to %d, where %d was next",
+		return protocolError(a.machineID, "sent a gap in stream %d of %s from %d to %d, where %d was next",
 			gap.GetStream(), a.jobID, from, to, at)
 	}
 	a.next[gap.GetStream()] = gap.GetRange().GetTo()

@@ -101,7 +101,7 @@ func (l *Links) ForgetJobs(ctx context.Context, machineID string, ids []string) 
 func (l *Links) WriteInput(ctx context.Context, machineID string, request *guestv1.InputRequest) (uint64, error) {
 	response, err := callWithin(ctx, l, machineID, 0, request, guestv1.GuestServiceClient.Input)
 	if err != nil {
-		return 0, err
+		return 0, about("offset", err)
 	}
 	if response.GetNextOffset() < request.GetOffset() {
 		return 0, protocolError(machineID, "was given stdin from %d on and reports that it has it up to %d", request.GetOffset(), response.GetNextOffset())
@@ -109,10 +109,24 @@ func (l *Links) WriteInput(ctx context.Context, machineID string, request *guest
 	return response.GetNextOffset(), nil
 }
 
+// AppendInput writes behind what a job's stdin was given before, and returns where the data begins and how far
+// it was taken: all of it, or nothing.
+func (l *Links) AppendInput(ctx context.Context, machineID string, request *guestv1.AppendInputRequest) (offset, next uint64, err error) {
+	response, err := callWithin(ctx, l, machineID, 0, request, guestv1.GuestServiceClient.AppendInput)
+	if err != nil {
+		return 0, 0, about("data", err)
+	}
+	offset, next = response.GetOffset(), response.GetNextOffset()
+	if length := uint64(len(request.GetData())); next < offset || next != offset && next-offset != length {
+		return 0, 0, protocolError(machineID, "was given %d bytes of stdin and reports that it has them from %d to %d", length, offset, next)
+	}
+	return offset, next, nil
+}
+
 // CloseInput closes a job's stdin.
 func (l *Links) CloseInput(ctx context.Context, machineID string, request *guestv1.CloseInputRequest) error {
 	_, err := callWithin(ctx, l, machineID, 0, request, guestv1.GuestServiceClient.CloseInput)
-	return err
+	return about("offset", err)
 }
 
 // SignalJob sends a signal to a job's process group.

@@ -120,6 +120,15 @@ func invalid(text string) error {
 	return refused
 }
 
+// about names the field that a guest refused, where a call is not about a spec.
+func about(field string, err error) error {
+	var refused *fault.Error
+	if !errors.As(err, &refused) || refused.Reason != fault.InvalidField || len(refused.Fields) != 1 {
+		return err
+	}
+	return fault.Invalid(field, "%s", refused.Fields[0].Description)
+}
+
 func unreachable(machineID string, cause error) error {
 	return fault.New(fault.GuestUnreachable, "the guest of machine %s cannot be reached: %w: try again, or destroy the sandbox", machineID, cause).Retry(retryHint)
 }

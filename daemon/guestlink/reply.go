@@ -40,7 +40,7 @@ func protocolError(machineID, format string, args ...any) error {
 // status is a guest's reply on a job, unless it is on another one: then nothing in it can be believed.
 func (l *Links) status(machineID, jobID string, from *guestv1.Status) (*guestv1.Status, error) {
 	if from.GetJobId() != jobID {
-		return nil, protocolError(machineID, "was asked about job %s and answered about %q", jobID, boundText(from.GetJobId()))
+		return nil, protocolError(machineID, "was asked about %s and answered about %q", jobID, boundText(from.GetJobId()))
 	}
 	return l.bound(from), nil
 }
@@ -50,7 +50,7 @@ func (l *Links) status(machineID, jobID string, from *guestv1.Status) (*guestv1.
 func (l *Links) finalStatus(machineID, jobID string, from *guestv1.Status) (*guestv1.Status, error) {
 	status, err := l.status(machineID, jobID, from)
 	if err == nil && !status.GetDone() {
-		err = protocolError(machineID, "reported job %s as not done where a final status was required", jobID)
+		err = protocolError(machineID, "reported %s as not done where a final status was required", jobID)
 	}
 	return status, err
 }

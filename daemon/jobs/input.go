@@ -41,6 +41,23 @@ func (s *Service) WriteInput(ctx context.Context, call request.Call, id string, 
 	return next, err
 }
 
+// AppendInput writes behind what a job's stdin was given before, whoever gave it, and closes it after that if
+// asked to. It returns where data begins and how far it was taken: all of it, or for want of room nothing.
+// The machine knows a repeated request id: no answer that was lost makes it write twice.
+func (s *Service) AppendInput(ctx context.Context, call request.Call, id string, data []byte, eof bool) (offset, next uint64, err error) {
+	job, err := s.mayTouch(ctx, call, id, s.store.Update)
+	if err != nil {
+		return 0, 0, err
+	}
+	err = s.inGuest(job, func() (err error) {
+		offset, next, err = s.links.AppendInput(ctx, job.GetMachineId(), &guestv1.AppendInputRequest{
+			JobId: id, RequestId: call.RequestID, Data: data, Eof: eof,
+		})
+		return err
+	})
+	return offset, next, err
+}
+
 func (s *Service) inputTaken(ctx context.Context, job *recordv1.JobRecord) (taken uint64, err error) {
 	if record.IsDone(job) {
 		return 0, over(job)
@@ -90,10 +107,10 @@ func (s *Service) inGuest(job *recordv1.JobRecord, fn func() error) error {
 	if unreachable {
 		return err
 	}
-	return fault.New(fault.Recovering, "job %s is being started: try again", job.GetId()).Retry(startingRetry)
+	return fault.New(fault.Recovering, "%s is being started: try again", job.GetId()).Retry(startingRetry)
 }
 
 func over(job *recordv1.JobRecord) error {
-	return fault.New(fault.WrongState, "job %s is over: %s", job.GetId(), record.Describe(job.GetOutcome())).
+	return fault.New(fault.WrongState, "%s is over: %s", job.GetId(), record.Describe(job.GetOutcome())).
 		With("state", "DONE").With("wanted", "RUNNING")
 }

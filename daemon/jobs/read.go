@@ -38,7 +38,7 @@ func (s *Service) ReadOutput(ctx context.Context, namespace, id string, stream b
 			return nil, err
 		}
 		if !record.IsDone(job) {
-			return nil, fault.New(fault.Recovering, "job %s is being started: try again", id).Retry(time.Second)
+			return nil, fault.New(fault.Recovering, "%s is being started: try again", id).Retry(time.Second)
 		}
 	}
 	return s.output.Read(id, stream, record.Stats(job, stream), offset, limit)

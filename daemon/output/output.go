@@ -70,17 +70,17 @@ func (s *Store) write(jobID string, stream berthv1.Stream, from, offset uint64, 
 	file, err := os.OpenFile(s.file(jobID, stream, from), os.O_WRONLY|os.O_CREATE, 0o600)
 	if errors.Is(err, fs.ErrNotExist) {
 		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-			return fmt.Errorf("keep output of job %s: %w", jobID, err)
+			return fmt.Errorf("keep output of %s: %w", jobID, err)
 		}
 		file, err = os.OpenFile(s.file(jobID, stream, from), os.O_WRONLY|os.O_CREATE, 0o600)
 	}
 	if err != nil {
-		return fmt.Errorf("keep output of job %s: %w", jobID, err)
+		return fmt.Errorf("keep output of %s: %w", jobID, err)
 	}
 	s.grown.Store(true)
 	_, err = file.WriteAt(data, int64(offset-from))
 	if err := errors.Join(err, file.Close()); err != nil {
-		return fmt.Errorf("keep output of job %s: %w", jobID, err)
+		return fmt.Errorf("keep output of %s: %w", jobID, err)
 	}
 	return nil
 }
@@ -93,11 +93,11 @@ func (s *Store) Sync(jobID string) error {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("list the output of job %s: %w", jobID, err)
+		return fmt.Errorf("list the output of %s: %w", jobID, err)
 	}
 	for _, entry := range entries {
 		if err := syncPath(filepath.Join(dir, entry.Name())); err != nil {
-			return fmt.Errorf("make the output of job %s durable: %w", jobID, err)
+			return fmt.Errorf("make the output of %s durable: %w", jobID, err)
 		}
 	}
 	return errors.Join(syncPath(dir), syncPath(s.dir))
@@ -169,13 +169,13 @@ func (s *Store) readRange(jobID string, stream berthv1.Stream, from, offset, lim
 		return nil, errGone
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read kept output of job %s: %w", jobID, err)
+		return nil, fmt.Errorf("read kept output of %s: %w", jobID, err)
 	}
 	defer func() { _ = file.Close() }()
 	data := make([]byte, limit)
 	n, err := file.ReadAt(data, int64(offset-from))
 	if err != nil && !errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("read kept output of job %s: %w", jobID, err)
+		return nil, fmt.Errorf("read kept output of %s: %w", jobID, err)
 	}
 	if n == 0 && limit > 0 {
 		return nil, errGone

@@ -154,7 +154,7 @@ func Length(ranges []*berthv1.ByteRange) uint64 {
 
 // Expired says that a byte is not kept, and where to read on.
 func Expired(jobID string, stream berthv1.Stream, offset, next uint64) error {
-	return fault.New(fault.OutputExpired, "byte %d of %s of job %s is not kept (output_limit_bytes, or keep_output is off): read on at %d",
+	return fault.New(fault.OutputExpired, "byte %d of %s of %s is not kept (output_limit_bytes, or keep_output is off): read on at %d",
 		offset, StreamName(stream), jobID, next).With("first_kept", strconv.FormatUint(next, 10))
 }
 

@@ -28,7 +28,7 @@ func (tx *Tx) PutJob(rec *recordv1.JobRecord, event, message string) error {
 		return err
 	}
 	if jobDone(old) && !(jobDone(rec) && proto.Equal(old.Outcome, rec.Outcome)) {
-		return fault.New(fault.Internal, "job %s is done: its state and outcome can't change", rec.Id)
+		return fault.New(fault.Internal, "%s is done: its state and outcome can't change", rec.Id)
 	}
 	rec.Revision = tx.bump()
 	if err := tx.save(jobsBucket, rec.Id, rec); err != nil {

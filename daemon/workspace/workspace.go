@@ -122,7 +122,7 @@ func (p Preparer) run(ctx context.Context, machineID string, request *guestv1.Ru
 		return err
 	})
 	if status := response.GetStatus(); err == nil && (status.GetJobId() != request.GetStart().GetJobId() || !status.GetDone()) {
-		return nil, fault.New(fault.Internal, "the guest of machine %s was to say how job %s ended, and did not", machineID, request.GetStart().GetJobId())
+		return nil, fault.New(fault.Internal, "the guest of machine %s was to say how %s ended, and did not", machineID, request.GetStart().GetJobId())
 	}
 	return response, err
 }

@@ -405,6 +405,95 @@ func TestTheLastWhoTakesTheInputOverHasIt(t *testing.T) {
 	}
 }
 
+func TestInputThatManyAppendIsWholeAndThereOnce(t *testing.T) {
+	m := boot(t)
+	r := openStdin(argv("cat"))
+	m.begin(r)
+	appendInput := func(id, data string, eof bool) (*guestv1.AppendInputResponse, error) {
+		return m.calls.AppendInput(t.Context(), &guestv1.AppendInputRequest{JobId: r.GetJobId(), RequestId: id, Data: []byte(data), Eof: eof})
+	}
+	const writers, lines = 4, 50
+	var writing sync.WaitGroup
+	for who := range writers {
+		writing.Go(func() {
+			for i := range lines {
+				line := fmt.Sprintf("%d %d %s\n", who, i, strings.Repeat("x", 3000))
+				first, err := appendInput(fmt.Sprint(who, "/", i), line, false)
+				if err != nil || first.GetNextOffset() != first.GetOffset()+uint64(len(line)) {
+					t.Errorf("%d %d: %v (%v)", who, i, first, err)
+				}
+				if again, err := appendInput(fmt.Sprint(who, "/", i), line, false); err != nil || again.GetOffset() != first.GetOffset() {
+					t.Errorf("%d %d again: %v (%v)", who, i, again, err)
+				}
+			}
+		})
+	}
+	writing.Wait()
+	for range 2 { // without an id it is written again
+		if _, err := appendInput("", "the end\n", false); err != nil {
+			t.Error(err)
+		}
+	}
+	for range 2 {
+		if _, err := appendInput("", "", true); err != nil {
+			t.Error(err)
+		}
+	}
+	_, err := appendInput("late", "x", false)
+	wantRefusal(t, err, "INPUT_CLOSED")
+	if _, err := appendInput("0/49", "x", false); err != nil {
+		t.Errorf("what was done before the end, again: %v", err)
+	}
+	if got := m.wait(r.GetJobId()); got.GetOutcome().GetExitCode() != 0 {
+		t.Errorf("in the end %v", got)
+	}
+	seen, ends := map[string]int{}, 0
+	read, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: r.GetJobId(), Stream: berthv1.Stream_STREAM_STDOUT, MaxBytes: 1 << 20})
+	must(t, err)
+	for line := range strings.Lines(string(read.GetData())) {
+		words := strings.Fields(line)
+		if line == "the end\n" {
+			ends++
+		} else if len(words) != 3 || words[1] != fmt.Sprint(seen[words[0]]) || len(words[2]) != 3000 {
+			t.Fatalf("after %v: %.40q", seen, line)
+		} else {
+			seen[words[0]]++
+		}
+	}
+	if len(seen) != writers || seen["0"] != lines || ends != 2 {
+		t.Errorf("%v, and %d ends", seen, ends)
+	}
+}
+
+func TestInputThatHasNoRoomIsNotAppendedInPart(t *testing.T) {
+	m := boot(t)
+	r := openStdin(argv("sleep", "1000"))
+	m.begin(r)
+	appendInput := func(data []byte) (*guestv1.AppendInputResponse, error) {
+		return m.calls.AppendInput(t.Context(), &guestv1.AppendInputRequest{JobId: r.GetJobId(), Data: data})
+	}
+	full := bytes.Repeat([]byte("x"), 1<<20)
+	for range 2 { // a command that does not read: the pipe and the buffer take one, and no part of another
+		got, err := appendInput(full)
+		must(t, err)
+		if got.GetOffset() != 0 && (got.GetOffset() != 1<<20 || got.GetNextOffset() != 1<<20) {
+			t.Errorf("it was taken from %d to %d", got.GetOffset(), got.GetNextOffset())
+		}
+	}
+	if _, err := appendInput(append(full, 'x')); status.Code(err) != codes.InvalidArgument {
+		t.Errorf("too much at once: %v", err)
+	}
+	owner := m.attach(&guestv1.AttachOpen{JobId: r.GetJobId(), OwnInput: true})
+	owner.until("opened", func() bool { return owner.opened != nil })
+	if owner.opened.GetInputOffset() != 1<<20 {
+		t.Errorf("opened %v", owner.opened)
+	}
+	_, err := appendInput([]byte("x"))
+	wantRefusal(t, err, "INPUT_TAKEN")
+	_, err = m.calls.Stop(t.Context(), &guestv1.StopRequest{JobId: r.GetJobId()})
+	must(t, err)
+}
+
 func TestInputByUnaryCalls(t *testing.T) {
 	m := boot(t)
 	r := openStdin(argv("cat"))

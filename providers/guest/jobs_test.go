@@ -857,7 +857,7 @@ func TestAsPID1ItSeesOnlyItsMachineReapsItsOrphansAndObeysNoJob(t *testing.T) {
 		return strings.TrimSpace(string(out)) == "0"
 	})
 	for _, script := range []string{"kill 1", "kill $PPID", "kill -HUP 1", "kill -INT 1", "kill -QUIT 1", "kill -SEGV 1", "kill -KILL 1", "kill -STOP 1"} {
-		if o := m.run(shell(script)).GetStatus().GetOutcome(); o.ExitCode == nil || o.GetExitCode() != 0 {
+		if o := m.run(shell(script)).GetStatus().GetOutcome(); o.Exit == nil || o.GetExitCode() != 0 {
 			t.Errorf("%s: %v", script, o)
 		}
 	}

@@ -54,6 +54,11 @@ func (s *service) Input(ctx context.Context, r *guestv1.InputRequest) (*guestv1.
 	return answer(s.supervisor.Input(ctx, r))
 }
 
+// AppendInput writes behind what a job's stdin was given before.
+func (s *service) AppendInput(ctx context.Context, r *guestv1.AppendInputRequest) (*guestv1.AppendInputResponse, error) {
+	return answer(s.supervisor.AppendInput(ctx, r))
+}
+
 // CloseInput closes a job's stdin.
 func (s *service) CloseInput(_ context.Context, r *guestv1.CloseInputRequest) (*guestv1.CloseInputResponse, error) {
 	return answer(s.supervisor.CloseInput(r))

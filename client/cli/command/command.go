@@ -63,6 +63,8 @@ type Program struct {
 	// Afterwards says what becomes of the call in the broker when its caller leaves early.
 	Afterwards string
 
+	outputs  [2]*output // stdout and stderr, which remember what failed
+	failure  int        // the exit code of the command's own failures; zero: usage.ExitFailure
 	raw      rawTerminal
 	takeLock sync.Mutex
 	take     func(syscall.Signal) // gets the signals that ask to end; nil: nobody took them
@@ -74,6 +76,13 @@ const (
 	OutputJSON  = "json"
 	OutputID    = "id"
 )
+
+// NewProgram returns a program that has not run yet.
+func NewProgram(process Process) *Program {
+	p := &Program{Process: process, outputs: [2]*output{{to: process.Stdout}, {to: process.Stderr}}}
+	p.Stdout, p.Stderr = p.outputs[0], p.outputs[1]
+	return p
+}
 
 // Must stops a build of the command tree that contradicts itself; every test would.
 func Must(err error) {
@@ -98,6 +107,7 @@ type action func(ctx context.Context, c *client.Client, args []string) error
 func (p *Program) Call(failure int, do action) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		ctx := cmd.Context()
+		p.failure = failure
 		if p.Deadline.Value > 0 {
 			var cancel context.CancelFunc
 			ctx, cancel = context.WithTimeout(ctx, p.Deadline.Value)

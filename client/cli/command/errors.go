@@ -32,6 +32,15 @@ func (p *Program) PrintError(what, why string) {
 	_, _ = fmt.Fprintf(p.Stderr, "berth: %s%s%s", what, present.PlainLines(why), p.lineEnd())
 }
 
+// Notice writes one line to stderr beside what a command writes to the same terminal, which may be raw: on a
+// line of its own.
+func (p *Program) Notice(what, why string) {
+	if end := p.lineEnd(); end != "\n" {
+		_, _ = fmt.Fprint(p.Stderr, end)
+	}
+	p.PrintError(what, why)
+}
+
 // printCallError writes what an error means and what to do about it.
 func (p *Program) printCallError(what string, err error) {
 	if IsUnreachable(err) {

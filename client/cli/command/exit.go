@@ -34,6 +34,11 @@ func (e *ExitError) Unwrap() error { return e.Err }
 func (p *Program) ExitCode(ctx context.Context, cmd *cobra.Command, err error) int {
 	what := strings.TrimPrefix(strings.TrimPrefix(cmd.CommandPath(), "berth"), " ")
 	var exit *ExitError
+	if err == nil {
+		err = p.closeOutputs()
+	} else if failed := p.unwritten(); failed != nil && !errors.As(err, &exit) {
+		err = failed // a help text, say, which is no wrong use
+	}
 	switch {
 	case err == nil:
 		return 0

@@ -62,6 +62,10 @@ func runAttached(ctx context.Context, p *command.Program, c *client.Client, with
 	if with.interactive {
 		io.Stdin = p.Stdin
 	}
+	if with.terminal || p.StderrTerminal { // else it would be in what a program takes for the command's own words
+		io.Away = func() { p.Notice("", "the broker is away, and is being reached again: "+with.meanwhile()) }
+		io.Back = func() { p.Notice("", "the broker is back") }
+	}
 	if with.terminal {
 		var stopResizes func()
 		io.Resize, stopResizes = p.WatchResizes()
@@ -88,6 +92,14 @@ func runAttached(ctx context.Context, p *command.Program, c *client.Client, with
 		return &command.ExitError{Code: usage.ExitBroker} // which bytes is said already
 	}
 	return nil
+}
+
+// meanwhile is what becomes of a command whose broker is away.
+func (w *streams) meanwhile() string {
+	if w.interactive {
+		return "the command continues, and gets then what is typed now"
+	}
+	return "the command continues"
 }
 
 func (s *attachedCommand) noteStart(job *berthv1.Job) {

@@ -16,8 +16,8 @@ import (
 const (
 	// maxStdin is the most that RunCommand takes as stdin, in bytes.
 	maxStdin = 1 << 20
-	// execOutput is asked for of each stream, in bytes: both together are what one reply may hold.
-	execOutput = 512 << 10
+	// execOutput is asked for of each stream, in bytes: the most that a reply with text may hold.
+	execOutput = 256 << 10
 )
 
 // ExecCommand is `berth exec`.
@@ -34,7 +34,7 @@ a signal ended it, 125 when the broker failed. It comes back by itself when the 
 is restarted, without a byte lost or twice. The first interrupt is the command's, the second kills it. With
 --request-id the command continues without this one, and the same id joins it.
 
-With -o json or id it answers at the end, with at most 512 KiB of each stream.`,
+With -o json or id it answers at the end, with at most 256 KiB of each stream.`,
 		Example: `  berth exec 7QK2 -- go test ./...
   berth exec -it 7QK2 -- bash
   berth exec 7QK2 -c 'make 2>&1 | tail -20' --timeout 10m

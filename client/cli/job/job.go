@@ -102,8 +102,9 @@ func WaitCommand(p *command.Program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "wait JOB",
 		Short: "Wait until a job is done and exit with its code",
-		Long: `Wait until a job is done, over restarts of the broker, say how it ended, and exit with its code: 124 when it
-timed out, 128+n when a signal ended it, 125 when it is lost or the broker failed.`,
+		Long: `Wait until a job is done, say how it ended, and exit with its code: 124 when it timed out, 128+n when a signal
+ended it, 125 when it is lost or the broker failed. A broker that was reached once may be away for however long:
+it waits as long as it is left to, or until --deadline.`,
 		Example: `  berth wait 9XW4 && echo good
   berth wait --deadline 10m 9XW4`,
 		Args:              usage.ExactlyOne("one job's id"),

@@ -32,9 +32,9 @@ func main() {
 	os.Exit(cli.Run(context.Background(), cli.Process{
 		Args:           os.Args[1:],
 		LookupEnv:      os.LookupEnv,
-		Stdin:          os.Stdin,
-		Stdout:         os.Stdout,
-		Stderr:         os.Stderr,
+		Stdin:          stream(os.Stdin, syscall.Stdin),
+		Stdout:         stream(os.Stdout, syscall.Stdout),
+		Stderr:         stream(os.Stderr, syscall.Stderr),
 		StdinTerminal:  isTerminal(os.Stdin),
 		StdoutTerminal: isTerminal(os.Stdout),
 		StderrTerminal: isTerminal(os.Stderr),

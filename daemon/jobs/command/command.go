@@ -65,7 +65,7 @@ func (b Builder) Sealed(sandbox *recordv1.SandboxRecord, jobID string, spec *ber
 func (b Builder) Unsealed(sandbox *recordv1.SandboxRecord, job *recordv1.JobRecord) (*guestv1.Command, error) {
 	secrets := &recordv1.JobSecrets{}
 	if err := b.unseal(job.GetId(), job.GetSealedSecrets(), secrets); err != nil {
-		return nil, fmt.Errorf("open the secrets of job %s: %w", job.GetId(), err)
+		return nil, fmt.Errorf("open the secrets of %s: %w", job.GetId(), err)
 	}
 	return b.build(sandbox, job.GetSpec(), secrets)
 }

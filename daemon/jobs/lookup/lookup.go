@@ -33,7 +33,7 @@ func (j *Jobs) Find(namespace, id string) (*recordv1.JobRecord, error) {
 	case err != nil:
 		return nil, err
 	case job == nil && guestlink.ValidJobID(id) && j.Syncing():
-		return nil, fault.New(fault.Recovering, "the broker has just started and does not know of job %s yet: try again", id).Retry(time.Second)
+		return nil, fault.New(fault.Recovering, "the broker has just started and does not know of %s yet: try again", id).Retry(time.Second)
 	case job.GetNamespace() != namespace:
 		return nil, record.NotFound(id)
 	}
@@ -81,7 +81,7 @@ func (j *Jobs) Until(ctx context.Context, job *recordv1.JobRecord, wanted func(*
 		case <-ctx.Done():
 			return job, ctx.Err()
 		case <-j.Draining:
-			return job, fault.New(fault.Stopping, "the broker is being stopped; job %s continues, or is started when the broker is back", id).Retry(time.Second)
+			return job, fault.New(fault.Stopping, "the broker is being stopped; %s continues, or is started when the broker is back", id).Retry(time.Second)
 		}
 	}
 }
@@ -143,7 +143,7 @@ func (j *Jobs) Reachable(job *recordv1.JobRecord) error {
 	if err := machineStopped(job, sandbox); err != nil || !isSuspended(sandbox) {
 		return err
 	}
-	return fault.New(fault.WrongState, "job %s is suspended with its sandbox %s: resume it first", job.GetId(), job.GetSandboxId()).
+	return fault.New(fault.WrongState, "%s is suspended with its sandbox %s: resume it first", job.GetId(), job.GetSandboxId()).
 		With("state", "SUSPENDED").With("wanted", "RUNNING")
 }
 
@@ -160,7 +160,7 @@ func machineStopped(job *recordv1.JobRecord, sandbox *recordv1.SandboxRecord) er
 	if sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_STOPPED {
 		return nil
 	}
-	return fault.New(fault.WrongState, "what became of job %s is not known, for its machine is STOPPED: resume sandbox %s to learn it, or destroy it",
+	return fault.New(fault.WrongState, "what became of %s is not known, for its machine is STOPPED: resume sandbox %s to learn it, or destroy it",
 		job.GetId(), sandbox.GetId()).With("state", "STOPPED").With("wanted", "RUNNING")
 }
 

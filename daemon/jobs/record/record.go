@@ -139,5 +139,5 @@ func Describe(outcome *berthv1.Outcome) string {
 
 // NotFound says that there is no such job, as to everybody in another namespace.
 func NotFound(id string) error {
-	return fault.New(fault.JobNotFound, "no job %s: `berth jobs` shows those there are", id).With("job_id", id)
+	return fault.New(fault.JobNotFound, "there is no %s: `berth jobs` shows the jobs there are", id).With("job_id", id)
 }

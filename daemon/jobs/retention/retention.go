@@ -109,7 +109,7 @@ func (r *Retention) remove(ctx context.Context, ids []string) (int, error) {
 	}
 	for _, id := range going {
 		if err := r.Output.Remove(id); err != nil {
-			return 0, fmt.Errorf("drop the output of job %s: %w", id, err)
+			return 0, fmt.Errorf("drop the output of %s: %w", id, err)
 		}
 	}
 	return len(going), r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
@@ -252,7 +252,7 @@ func (r *Retention) removeUnnamed() error {
 		}
 		for _, id := range unnamed {
 			if err := r.Output.Remove(id); err != nil {
-				return fmt.Errorf("remove output of job %s that its receipt does not name: %w", id, err)
+				return fmt.Errorf("remove output of %s that its receipt does not name: %w", id, err)
 			}
 		}
 	}

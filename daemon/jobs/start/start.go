@@ -81,13 +81,13 @@ func (s *Starter) Start(ctx context.Context, call request.Call, sandboxID string
 		s.begin(ctx, job, command, func(job *recordv1.JobRecord, err error) { began <- answer{job, err} })
 	}) {
 		s.set(id, false)
-		return nil, false, fault.New(fault.Stopping, "the broker is being stopped; job %s is started when it is back", id).Retry(time.Second)
+		return nil, false, fault.New(fault.Stopping, "the broker is being stopped; %s is started when it is back", id).Retry(time.Second)
 	}
 	select {
 	case answer := <-began:
 		return answer.job, false, answer.err
 	case <-ctx.Done():
-		return nil, false, fmt.Errorf("job %s is reserved, and its start continues in the background: %w", id, ctx.Err())
+		return nil, false, fmt.Errorf("%s is reserved, and its start continues in the background: %w", id, ctx.Err())
 	}
 }
 
@@ -152,7 +152,7 @@ func (s *Starter) target(tx *store.Tx, call request.Call, sandboxID string) (*re
 func priorJob(tx *store.Tx, id string) (*recordv1.JobRecord, error) {
 	job, err := tx.Job(id)
 	if err == nil && job == nil {
-		err = fault.New(fault.JobNotFound, "this request made job %s, whose receipt is no longer kept (berthd --retention, --retention-jobs): it is not done again", id).
+		err = fault.New(fault.JobNotFound, "this request made %s, whose receipt is no longer kept (berthd --retention, --retention-jobs): it is not done again", id).
 			With("job_id", id)
 	}
 	return job, err

@@ -1795,7 +1795,8 @@ func (x *ExecStart) GetSpec() *JobSpec {
 	return nil
 }
 
-// ExecReattach comes back to a command.
+// ExecReattach comes back to a command, and takes its input and terminal over from whoever has them. FollowJob
+// only reads, and changes nothing for others.
 type ExecReattach struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// job_….
@@ -2798,7 +2799,8 @@ func (*FollowJobResponse_Done) isFollowJobResponse_Message() {}
 // WriteJobInputRequest feeds stdin.
 type WriteJobInputRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// See the head of common.proto. Not remembered here: the offset makes the call repeatable.
+	// See the head of common.proto. With an offset that makes the call repeatable, and this is not needed.
+	// Without one this makes it so, as long as no more than 255 other calls appended to the job in between.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// See the head of common.proto.
 	IfGeneration uint64 `protobuf:"varint,2,opt,name=if_generation,json=ifGeneration,proto3" json:"if_generation,omitempty"`
@@ -2806,7 +2808,8 @@ type WriteJobInputRequest struct {
 	Lease *LeaseRef `protobuf:"bytes,3,opt,name=lease,proto3" json:"lease,omitempty"`
 	// job_….
 	JobId string `protobuf:"bytes,4,opt,name=job_id,json=jobId,proto3" json:"job_id,omitempty"`
-	// Where data goes. Absent: behind what was taken of stdin; such a call, made again, writes again.
+	// Where data goes. Absent: behind what was written before; all of it, or after a second without room
+	// for it nothing, which the response says.
 	//
 	// Types that are valid to be assigned to Position:
 	//
@@ -2922,8 +2925,11 @@ func (*WriteJobInputRequest_Offset) isWriteJobInputRequest_Position() {}
 // WriteJobInputResponse acknowledges.
 type WriteJobInputResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Stdin up to here was taken.
-	NextOffset    uint64 `protobuf:"varint,1,opt,name=next_offset,json=nextOffset,proto3" json:"next_offset,omitempty"`
+	// Stdin up to here was taken. Of the request's data that may be a part, whose rest is to be written again.
+	// Without an offset it is all of data, or where next_offset is offset nothing, and no eof either.
+	NextOffset uint64 `protobuf:"varint,1,opt,name=next_offset,json=nextOffset,proto3" json:"next_offset,omitempty"`
+	// Offset of data's first byte in the whole of stdin: the request's, or where it was appended.
+	Offset        uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2961,6 +2967,13 @@ func (*WriteJobInputResponse) Descriptor() ([]byte, []int) {
 func (x *WriteJobInputResponse) GetNextOffset() uint64 {
 	if x != nil {
 		return x.NextOffset
+	}
+	return 0
+}
+
+func (x *WriteJobInputResponse) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
 	}
 	return 0
 }
@@ -3721,10 +3734,11 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x04data\x18\x06 \x01(\fR\x04data\x12\x10\n" +
 	"\x03eof\x18\a \x01(\bR\x03eofB\n" +
 	"\n" +
-	"\bposition\"8\n" +
+	"\bposition\"P\n" +
 	"\x15WriteJobInputResponse\x12\x1f\n" +
 	"\vnext_offset\x18\x01 \x01(\x04R\n" +
-	"nextOffset\"\xd0\x01\n" +
+	"nextOffset\x12\x16\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\"\xd0\x01\n" +
 	"\x10SignalJobRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12#\n" +

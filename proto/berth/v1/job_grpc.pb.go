@@ -61,8 +61,10 @@ type JobServiceClient interface {
 	// FollowJob streams output from given offsets until the job is done and its output sealed. An offset
 	// beyond what there is is refused. Errors: JOB_NOT_FOUND, INVALID_FIELD, RECOVERING.
 	FollowJob(ctx context.Context, in *FollowJobRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[FollowJobResponse], error)
-	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
-	// Without data and eof it only says how far stdin was taken.
+	// WriteJobInput writes stdin at an offset, where bytes already taken are acknowledged, not repeated; or
+	// without one behind all that was written before, whoever else writes. Without data and eof it only says
+	// how far stdin was taken. Errors: JOB_NOT_FOUND, INVALID_FIELD, WRONG_STATE when the job or its stdin is
+	// over or an attached caller has it, RECOVERING, GUEST_UNREACHABLE.
 	WriteJobInput(ctx context.Context, in *WriteJobInputRequest, opts ...grpc.CallOption) (*WriteJobInputResponse, error)
 	// SignalJob sends one signal to the job's process group.
 	SignalJob(ctx context.Context, in *SignalJobRequest, opts ...grpc.CallOption) (*SignalJobResponse, error)
@@ -244,8 +246,10 @@ type JobServiceServer interface {
 	// FollowJob streams output from given offsets until the job is done and its output sealed. An offset
 	// beyond what there is is refused. Errors: JOB_NOT_FOUND, INVALID_FIELD, RECOVERING.
 	FollowJob(*FollowJobRequest, grpc.ServerStreamingServer[FollowJobResponse]) error
-	// WriteJobInput writes stdin at an offset; bytes already taken are acknowledged, not repeated.
-	// Without data and eof it only says how far stdin was taken.
+	// WriteJobInput writes stdin at an offset, where bytes already taken are acknowledged, not repeated; or
+	// without one behind all that was written before, whoever else writes. Without data and eof it only says
+	// how far stdin was taken. Errors: JOB_NOT_FOUND, INVALID_FIELD, WRONG_STATE when the job or its stdin is
+	// over or an attached caller has it, RECOVERING, GUEST_UNREACHABLE.
 	WriteJobInput(context.Context, *WriteJobInputRequest) (*WriteJobInputResponse, error)
 	// SignalJob sends one signal to the job's process group.
 	SignalJob(context.Context, *SignalJobRequest) (*SignalJobResponse, error)

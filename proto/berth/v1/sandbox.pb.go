@@ -914,9 +914,9 @@ func (x *Egress) GetAllowHosts() []string {
 // Lifetime bounds a sandbox. Both are counted on absolute times in the ledger.
 type Lifetime struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Destroyed this long after its creation. Zero: never.
+	// Destroyed this long after its creation. Zero: never. At most 100 years.
 	Max *durationpb.Duration `protobuf:"bytes,1,opt,name=max,proto3" json:"max,omitempty"`
-	// Acted on after this long without a call or a running job. Zero: never.
+	// Acted on after this long without a call or a running job. Zero: never. At most 100 years.
 	Idle *durationpb.Duration `protobuf:"bytes,2,opt,name=idle,proto3" json:"idle,omitempty"`
 	// What to do then.
 	OnIdle        Lifetime_OnIdle `protobuf:"varint,3,opt,name=on_idle,json=onIdle,proto3,enum=berth.v1.Lifetime_OnIdle" json:"on_idle,omitempty"`

@@ -17,7 +17,7 @@ type strays struct {
 	mu      sync.Mutex
 	leaders map[int]*group // of groups that are not released, by pid
 	first   *group         // of this phase; nil once another has begun
-	phase     uint64         // grows when a group begins in an empty machine, so that none of the earlier ones has a process
+	phase   uint64         // grows when a group begins in an empty machine, so that none of the earlier ones has a process
 
 	forking      int    // groups whose leader is being forked
 	forkingSince uint64 // ticks
@@ -25,7 +25,7 @@ type strays struct {
 
 // period is when a group began, and for how long it was the only one. The lock of strays guards it.
 type period struct {
-	phase   uint64
+	phase uint64
 	begun uint64 // ticks
 	alone bool   // from begun to until
 	until uint64 // ticks; 0: still

@@ -21,6 +21,9 @@ const (
 	stdinWrite = 64 << 10
 	// maxStdinMessage bounds one message of input from a caller, in bytes.
 	maxStdinMessage = 1 << 20
+	// maxAppends is how many of a job's newest appends are known when they are repeated: more than a caller
+	// that lost its answer can have missed, at less than 50 KiB.
+	maxAppends = 256
 )
 
 // Feeder is an attached caller that may send input. Its address is its identity.
@@ -42,7 +45,14 @@ type Stdin struct {
 	feeding   bool     // a goroutine writes the queue
 	lineBegun bool     // the last byte written ended no line
 	owner     *Feeder
+	appends   []appended    // the newest, oldest first
 	changed   chan struct{} // closed when something changes, if anyone waits
+}
+
+// appended is an append that was done.
+type appended struct {
+	id     string
+	offset uint64 // of its first byte
 }
 
 // Connect gives a command its stdin: the given bytes, which need no goroutine and no poller when the pipe
@@ -212,6 +222,52 @@ func (in *Stdin) Accept(by *Feeder, offset uint64, data []byte, eof bool, limit 
 	}
 	in.wake()
 	return whole, nil
+}
+
+// Append takes data behind what was received, all of it or, where it has no room, nothing. It returns where
+// data begins. An id that is not empty and was given before takes nothing and is answered as it was.
+func (in *Stdin) Append(id string, data []byte, eof bool) (offset uint64, whole bool, err error) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	for _, done := range in.appends {
+		if id != "" && done.id == id {
+			return done.offset, true, nil
+		}
+	}
+	if err := in.allowLocked(nil); err != nil {
+		return 0, false, err
+	}
+	offset = in.received
+	switch {
+	case len(data) > maxStdinMessage:
+		return 0, false, refusal.New(refusal.Invalid, "", "%d bytes of input at once, at most %d", len(data), maxStdinMessage)
+	case in.ended && len(data) > 0:
+		return 0, false, refusal.New(refusal.Precondition, refusal.ReasonInputClosed, "the job's input ended at offset %d", in.received)
+	case in.broken:
+		in.received += uint64(len(data)) // the command reads no more: it is dropped
+		in.ended = in.ended || eof
+	case in.queued+uint64(len(data)) > StdinBuffer:
+		return offset, false, nil
+	default:
+		in.take(data, StdinBuffer)
+		if eof {
+			in.ended = true
+			in.feed()
+		}
+	}
+	in.noteAppend(id, offset)
+	in.wake()
+	return offset, true, nil
+}
+
+func (in *Stdin) noteAppend(id string, offset uint64) {
+	if id == "" {
+		return
+	}
+	if len(in.appends) == maxAppends {
+		in.appends = in.appends[:copy(in.appends, in.appends[1:])]
+	}
+	in.appends = append(in.appends, appended{id, offset})
 }
 
 // take writes what the pipe takes without waiting and queues as much of the rest as fits.

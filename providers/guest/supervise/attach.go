@@ -287,7 +287,7 @@ func (a *attachment) sendChunk(r *reader, end uint64) (sent bool, err error) {
 	switch {
 	case err != nil:
 		done()
-		return false, refusal.New(refusal.Failed, "", "read the output of job %s: %v", a.job.id, err)
+		return false, refusal.New(refusal.Failed, "", "read the output of %s: %v", a.job.id, err)
 	case chunk.GapTo > chunk.Offset:
 		done()
 		return true, a.caller.Send(&guestv1.AttachResponse{Message: &guestv1.AttachResponse_Gap{Gap: &berthv1.OutputGap{

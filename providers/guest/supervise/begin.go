@@ -101,9 +101,9 @@ func (s *Supervisor) admit(r *guestv1.StartRequest, ulid record.ULID) error {
 	switch err := s.Records.Check(ulid); {
 	//mutation:tombstone case false:
 	case errors.Is(err, record.ErrForgotten):
-		return refusal.New(refusal.Precondition, refusal.ReasonForgotten, "job %s: %v", r.GetJobId(), err)
+		return refusal.New(refusal.Precondition, refusal.ReasonForgotten, "%s: %v", r.GetJobId(), err)
 	case errors.Is(err, record.ErrExpired):
-		return refusal.New(refusal.Precondition, refusal.ReasonExpired, "job %s: %v", r.GetJobId(), err)
+		return refusal.New(refusal.Precondition, refusal.ReasonExpired, "%s: %v", r.GetJobId(), err)
 	}
 	return nil
 }
@@ -116,10 +116,10 @@ func (s *Supervisor) reserve(j *job, r *guestv1.StartRequest) error {
 	})
 	if errors.Is(err, record.ErrExists) {
 		// It is being forgotten at the same time.
-		return refusal.New(refusal.Precondition, refusal.ReasonForgotten, "job %s: %v", j.id, record.ErrForgotten)
+		return refusal.New(refusal.Precondition, refusal.ReasonForgotten, "%s: %v", j.id, record.ErrForgotten)
 	}
 	if err != nil {
-		return refusal.System(err, "job %s did not start", j.id)
+		return refusal.System(err, "%s did not start", j.id)
 	}
 	return nil
 }

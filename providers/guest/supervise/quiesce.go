@@ -109,7 +109,7 @@ func (s *Supervisor) wipe(ctx context.Context) error {
 			select {
 			case <-event:
 			case <-bounded.Done():
-				return refusal.New(refusal.Failed, "", "job %s of the previous generation does not end", j.id)
+				return refusal.New(refusal.Failed, "", "%s of the previous generation does not end", j.id)
 			}
 			j.closePipes() // output of processes outside of the tree belongs to no job
 		}

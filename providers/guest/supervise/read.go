@@ -36,10 +36,10 @@ func (s *Supervisor) Run(ctx context.Context, r *guestv1.RunRequest) (*guestv1.R
 	response := &guestv1.RunResponse{Status: j.status()}
 	limit := min(r.GetMaxOutputBytes(), maxRunOutput)
 	if response.Stdout, err = excerpt(j.streams[0], limit); err != nil {
-		return nil, refusal.New(refusal.Failed, "", "job %s is done, but its stdout cannot be read: %v", j.id, err)
+		return nil, refusal.New(refusal.Failed, "", "%s is done, but its stdout cannot be read: %v", j.id, err)
 	}
 	if response.Stderr, err = excerpt(j.streams[1], limit); err != nil {
-		return nil, refusal.New(refusal.Failed, "", "job %s is done, but its stderr cannot be read: %v", j.id, err)
+		return nil, refusal.New(refusal.Failed, "", "%s is done, but its stderr cannot be read: %v", j.id, err)
 	}
 	if r.GetForget() {
 		j.forgetWhenSealed()
@@ -123,7 +123,7 @@ func (s *Supervisor) Read(ctx context.Context, r *guestv1.ReadRequest) (*guestv1
 	}
 	data, next, err := stream.Read(r.GetOffset(), limit)
 	if err != nil {
-		return nil, refusal.New(refusal.Failed, "", "read the output of job %s: %v", j.id, err)
+		return nil, refusal.New(refusal.Failed, "", "read the output of %s: %v", j.id, err)
 	}
 	return &guestv1.ReadResponse{Data: data, Stats: stream.Stats(), NextKept: next}, nil
 }
@@ -149,6 +149,33 @@ func (s *Supervisor) Input(ctx context.Context, r *guestv1.InputRequest) (*guest
 		case <-changed:
 		case <-over:
 			return &guestv1.InputResponse{NextOffset: before}, nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// AppendInput writes behind what a job's stdin was given before, all of it or nothing.
+func (s *Supervisor) AppendInput(ctx context.Context, r *guestv1.AppendInputRequest) (*guestv1.AppendInputResponse, error) {
+	j, err := s.find(r.GetJobId())
+	if err != nil {
+		return nil, err
+	}
+	over, cancel := wait(inputTimeout)
+	defer cancel()
+	for {
+		_, _, changed := j.input.State()
+		offset, whole, err := j.input.Append(r.GetRequestId(), r.GetData(), r.GetEof())
+		if err != nil {
+			return nil, err
+		}
+		if whole {
+			return &guestv1.AppendInputResponse{Offset: offset, NextOffset: offset + uint64(len(r.GetData()))}, nil
+		}
+		select {
+		case <-changed:
+		case <-over:
+			return &guestv1.AppendInputResponse{Offset: offset, NextOffset: offset}, nil
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
@@ -200,7 +227,7 @@ func (j *job) resize(by *stdio.Feeder, size *berthv1.TerminalSize) error {
 	default:
 	}
 	if !j.tty {
-		return refusal.New(refusal.Precondition, refusal.ReasonNoTerminal, "job %s has no terminal", j.id)
+		return refusal.New(refusal.Precondition, refusal.ReasonNoTerminal, "%s has no terminal", j.id)
 	}
 	stdio.Resize(j.pipes[0].File, size)
 	return nil

@@ -214,7 +214,7 @@ func (j *job) signal(number uint32) error {
 		return nil
 	}
 	if _, err := j.supervisor.Reaper.SignalGroup(pid, unix.Signal(number)); err != nil {
-		return refusal.New(refusal.Failed, "", "signal job %s: %v", j.id, err)
+		return refusal.New(refusal.Failed, "", "signal %s: %v", j.id, err)
 	}
 	return nil
 }

@@ -31,22 +31,23 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	GuestService_Challenge_FullMethodName  = "/berth.guest.v1.GuestService/Challenge"
-	GuestService_Hello_FullMethodName      = "/berth.guest.v1.GuestService/Hello"
-	GuestService_Start_FullMethodName      = "/berth.guest.v1.GuestService/Start"
-	GuestService_Run_FullMethodName        = "/berth.guest.v1.GuestService/Run"
-	GuestService_Attach_FullMethodName     = "/berth.guest.v1.GuestService/Attach"
-	GuestService_Read_FullMethodName       = "/berth.guest.v1.GuestService/Read"
-	GuestService_Input_FullMethodName      = "/berth.guest.v1.GuestService/Input"
-	GuestService_CloseInput_FullMethodName = "/berth.guest.v1.GuestService/CloseInput"
-	GuestService_Resize_FullMethodName     = "/berth.guest.v1.GuestService/Resize"
-	GuestService_Signal_FullMethodName     = "/berth.guest.v1.GuestService/Signal"
-	GuestService_Stop_FullMethodName       = "/berth.guest.v1.GuestService/Stop"
-	GuestService_List_FullMethodName       = "/berth.guest.v1.GuestService/List"
-	GuestService_Wait_FullMethodName       = "/berth.guest.v1.GuestService/Wait"
-	GuestService_Forget_FullMethodName     = "/berth.guest.v1.GuestService/Forget"
-	GuestService_Quiesce_FullMethodName    = "/berth.guest.v1.GuestService/Quiesce"
-	GuestService_Resumed_FullMethodName    = "/berth.guest.v1.GuestService/Resumed"
+	GuestService_Challenge_FullMethodName   = "/berth.guest.v1.GuestService/Challenge"
+	GuestService_Hello_FullMethodName       = "/berth.guest.v1.GuestService/Hello"
+	GuestService_Start_FullMethodName       = "/berth.guest.v1.GuestService/Start"
+	GuestService_Run_FullMethodName         = "/berth.guest.v1.GuestService/Run"
+	GuestService_Attach_FullMethodName      = "/berth.guest.v1.GuestService/Attach"
+	GuestService_Read_FullMethodName        = "/berth.guest.v1.GuestService/Read"
+	GuestService_Input_FullMethodName       = "/berth.guest.v1.GuestService/Input"
+	GuestService_AppendInput_FullMethodName = "/berth.guest.v1.GuestService/AppendInput"
+	GuestService_CloseInput_FullMethodName  = "/berth.guest.v1.GuestService/CloseInput"
+	GuestService_Resize_FullMethodName      = "/berth.guest.v1.GuestService/Resize"
+	GuestService_Signal_FullMethodName      = "/berth.guest.v1.GuestService/Signal"
+	GuestService_Stop_FullMethodName        = "/berth.guest.v1.GuestService/Stop"
+	GuestService_List_FullMethodName        = "/berth.guest.v1.GuestService/List"
+	GuestService_Wait_FullMethodName        = "/berth.guest.v1.GuestService/Wait"
+	GuestService_Forget_FullMethodName      = "/berth.guest.v1.GuestService/Forget"
+	GuestService_Quiesce_FullMethodName     = "/berth.guest.v1.GuestService/Quiesce"
+	GuestService_Resumed_FullMethodName     = "/berth.guest.v1.GuestService/Resumed"
 )
 
 // GuestServiceClient is the client API for GuestService service.
@@ -84,6 +85,10 @@ type GuestServiceClient interface {
 	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
 	// owns the input, INPUT_CLOSED.
 	Input(ctx context.Context, in *InputRequest, opts ...grpc.CallOption) (*InputResponse, error)
+	// AppendInput writes behind everything that a job's stdin was given before, whoever gave it: all of the
+	// data, or after a second without room for it nothing. Errors: NOT_FOUND; FAILED_PRECONDITION with reason
+	// INPUT_TAKEN while an Attach owns the input, INPUT_CLOSED.
+	AppendInput(ctx context.Context, in *AppendInputRequest, opts ...grpc.CallOption) (*AppendInputResponse, error)
 	// CloseInput closes a job's stdin; a second one succeeds. Errors: NOT_FOUND; INVALID_ARGUMENT for an
 	// offset before what was taken; FAILED_PRECONDITION with reason INPUT_MISSING when not all of it was
 	// taken, INPUT_TAKEN.
@@ -186,6 +191,16 @@ func (c *guestServiceClient) Input(ctx context.Context, in *InputRequest, opts .
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(InputResponse)
 	err := c.cc.Invoke(ctx, GuestService_Input_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *guestServiceClient) AppendInput(ctx context.Context, in *AppendInputRequest, opts ...grpc.CallOption) (*AppendInputResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AppendInputResponse)
+	err := c.cc.Invoke(ctx, GuestService_AppendInput_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -317,6 +332,10 @@ type GuestServiceServer interface {
 	// NOT_FOUND; INVALID_ARGUMENT for a gap; FAILED_PRECONDITION with reason INPUT_TAKEN while an Attach
 	// owns the input, INPUT_CLOSED.
 	Input(context.Context, *InputRequest) (*InputResponse, error)
+	// AppendInput writes behind everything that a job's stdin was given before, whoever gave it: all of the
+	// data, or after a second without room for it nothing. Errors: NOT_FOUND; FAILED_PRECONDITION with reason
+	// INPUT_TAKEN while an Attach owns the input, INPUT_CLOSED.
+	AppendInput(context.Context, *AppendInputRequest) (*AppendInputResponse, error)
 	// CloseInput closes a job's stdin; a second one succeeds. Errors: NOT_FOUND; INVALID_ARGUMENT for an
 	// offset before what was taken; FAILED_PRECONDITION with reason INPUT_MISSING when not all of it was
 	// taken, INPUT_TAKEN.
@@ -372,6 +391,9 @@ func (UnimplementedGuestServiceServer) Read(context.Context, *ReadRequest) (*Rea
 }
 func (UnimplementedGuestServiceServer) Input(context.Context, *InputRequest) (*InputResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Input not implemented")
+}
+func (UnimplementedGuestServiceServer) AppendInput(context.Context, *AppendInputRequest) (*AppendInputResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method AppendInput not implemented")
 }
 func (UnimplementedGuestServiceServer) CloseInput(context.Context, *CloseInputRequest) (*CloseInputResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CloseInput not implemented")
@@ -532,6 +554,24 @@ func _GuestService_Input_Handler(srv interface{}, ctx context.Context, dec func(
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(GuestServiceServer).Input(ctx, req.(*InputRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _GuestService_AppendInput_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AppendInputRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(GuestServiceServer).AppendInput(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: GuestService_AppendInput_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(GuestServiceServer).AppendInput(ctx, req.(*AppendInputRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -728,6 +768,10 @@ var GuestService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Input",
 			Handler:    _GuestService_Input_Handler,
+		},
+		{
+			MethodName: "AppendInput",
+			Handler:    _GuestService_AppendInput_Handler,
 		},
 		{
 			MethodName: "CloseInput",
