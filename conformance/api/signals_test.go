@@ -70,7 +70,7 @@ func (w *harness) diesHonestly(t *testing.T, sandbox string) {
 		t.Fatalf("resumed: %v, %v; want generation 2", resumed, err)
 	}
 	for _, job := range []string{neighbour, culprit} {
-		if outcome := w.wait(t, job).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+		if outcome := w.wait(t, job).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.Exit != nil {
 			t.Errorf("a job whose guest was killed by a job ended as %v, want LOST without a code", outcome)
 		}
 	}
