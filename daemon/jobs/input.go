@@ -19,7 +19,7 @@ const startingRetry = 5 * time.Second
 // how far stdin was taken: what was taken before is not taken again. Without data and end it only
 // tells.
 func (s *Service) WriteInput(ctx context.Context, call request.Call, id string, offset uint64, data []byte, eof bool) (next uint64, err error) {
-	job, err := s.mayTouch(ctx, call, id)
+	job, err := s.mayTouch(ctx, call, id, s.store.Update)
 	if err != nil {
 		return 0, err
 	}
