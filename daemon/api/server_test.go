@@ -4,7 +4,9 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -126,6 +128,117 @@ func TestEveryErrorOfTheServerHasAReason(t *testing.T) {
 		}
 		if got.Code() != test.code || info.GetReason() != test.reason || info.GetDomain() != Domain || field != test.field {
 			t.Errorf("%s: %v, reason %s, field %q", test.name, got, info.GetReason(), field)
+		}
+	}
+}
+
+// TestWhatGRPCAnswersByItself is about answers that no code of ours sees, as docs/limits.md says: they have their
+// code, and no details.
+func TestWhatGRPCAnswersByItself(t *testing.T) {
+	conn := served(t, everything)
+	const run = "/berth.v1.JobService/RunCommand"
+	over := conn.Invoke(within30s(t), run, make([]byte, maxReceived+1), &berthv1.RunCommandResponse{}, grpc.ForceCodecV2(raw{encoding.GetCodecV2("proto")}))
+	nameless := conn.Invoke(within30s(t), "nothing", &berthv1.GetInfoRequest{}, &berthv1.GetInfoResponse{})
+	for _, test := range []struct {
+		name string
+		err  error
+		code codes.Code
+	}{
+		{"a message over 32 MiB", over, codes.ResourceExhausted},
+		{"a call without a service", nameless, codes.Unimplemented},
+	} {
+		if got := status.Convert(test.err); got.Code() != test.code || len(got.Details()) > 0 {
+			t.Errorf("%s: %v, %v", test.name, got, got.Details())
+		}
+	}
+}
+
+// rpcLine is a call in a .proto file, and serviceLine the beginning of a service.
+var (
+	rpcLine     = regexp.MustCompile(`^\s*rpc (\w+)\(`)
+	serviceLine = regexp.MustCompile(`^service (\w+) \{`)
+)
+
+// unbuilt reads the .proto files: every call, and whether its comment, or its service's, says that it is not built yet.
+func unbuilt(t *testing.T) map[string]bool {
+	t.Helper()
+	calls := map[string]bool{}
+	files, err := filepath.Glob("../../proto/berth/v1/*.proto")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		service, serviceUnbuilt, marked := "", false, false
+		for line := range strings.Lines(string(text)) {
+			comment, isComment := strings.CutPrefix(strings.TrimSpace(line), "//")
+			switch {
+			case isComment:
+				marked = marked || strings.HasPrefix(comment, " Not built yet.")
+				continue
+			case serviceLine.MatchString(line):
+				service, serviceUnbuilt = serviceLine.FindStringSubmatch(line)[1], marked
+			case rpcLine.MatchString(line):
+				calls["/berth.v1."+service+"/"+rpcLine.FindStringSubmatch(line)[1]] = serviceUnbuilt || marked
+			}
+			marked = false
+		}
+	}
+	return calls
+}
+
+func TestWhatIsNotBuiltYetIsMarkedAndSaysSo(t *testing.T) {
+	conn := served(t, everything)
+	calls := unbuilt(t)
+	built := 0
+	for call, isUnbuilt := range calls {
+		if !isUnbuilt {
+			built++
+			continue
+		}
+		t.Run(call, func(t *testing.T) {
+			stream, err := conn.NewStream(within30s(t), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, call)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = stream.SendMsg(&berthv1.GetInfoRequest{}) // an empty message is one of every kind
+			_ = stream.CloseSend()
+			got := status.Convert(stream.RecvMsg(&berthv1.GetInfoResponse{}))
+			if info := infoOf(t, got); got.Code() != codes.Unimplemented || info.GetReason() != "UNIMPLEMENTED" || info.GetDomain() != Domain {
+				t.Errorf("%v, %v", got, info)
+			}
+		})
+	}
+	if built < 20 || len(calls)-built < 10 {
+		t.Errorf("saw %d calls, %d of them built", len(calls), built)
+	}
+}
+
+// TestNothingThatIsBuiltIsMarkedAsNotBuilt reads the services' methods from the source: a promoted one of the generated
+// Unimplemented…Server is not there.
+func TestNothingThatIsBuiltIsMarkedAsNotBuilt(t *testing.T) {
+	services := map[string]string{"sandboxes": "SandboxService", "jobService": "JobService", "providerService": "ProviderService", "admin": "AdminService"}
+	method := regexp.MustCompile(`(?m)^func \(\w+ \*(\w+)\) ([A-Z]\w+)\(`)
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	built := map[string]bool{}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, found := range method.FindAllStringSubmatch(string(text), -1) {
+			built["/berth.v1."+services[found[1]]+"/"+found[2]] = true
+		}
+	}
+	for call, isUnbuilt := range unbuilt(t) {
+		if built[call] == isUnbuilt {
+			t.Errorf("%s is built: %v; its comment says that it is not built yet: %v", call, built[call], isUnbuilt)
 		}
 	}
 }

@@ -181,6 +181,32 @@ func (tx *Tx) CountEndedJobs() (int, error) {
 	return n, err
 }
 
+// EachEndedJob calls visit with the id and the sandbox of every job that is DONE, the longest done first, until it
+// returns false; visit must not write. It reads the keys of indexes only.
+func (tx *Tx) EachEndedJob(visit func(id, sandboxID string) bool) error {
+	count, err := tx.CountEndedJobs()
+	if err != nil {
+		return err
+	}
+	sandboxes := make(map[string]string, count) // by job
+	err = tx.scanPrefix(jobsBySandbox, nil, func(key, _ []byte) bool {
+		if sandbox, id, found := strings.Cut(string(key), string(rune(separator))); found {
+			sandboxes[id] = sandbox
+		}
+		return true
+	})
+	if err != nil {
+		return err
+	}
+	return tx.scanPrefix(jobsByEnd, nil, func(key, _ []byte) bool {
+		if len(key) <= timeKeyBytes {
+			return true
+		}
+		id := string(key[timeKeyBytes:])
+		return visit(id, sandboxes[id])
+	})
+}
+
 // DroppedThrough is up to when the jobs had ended whose receipts were dropped because there were too many;
 // zero if none was.
 func (tx *Tx) DroppedThrough() time.Time {

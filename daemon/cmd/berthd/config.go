@@ -134,9 +134,9 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
 	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
 	flags.DurationVar(&c.Retention, "retention", defaultRetention, "how long receipts and ended sandboxes are kept, at least 1h")
-	flags.IntVar(&c.Receipts, "retention-jobs", defaultReceipts, "how many receipts are kept at most, at least 1000; beyond it the oldest are dropped")
+	flags.IntVar(&c.Receipts, "retention-jobs", defaultReceipts, "how many receipts are kept at most, at least 1000; beyond it the oldest of the sandboxes with more than a fair share are dropped")
 	c.Output = defaultOutput
-	flags.Var(&c.Output, "retention-output", "how much output receipts keep in all, at least 64MiB; beyond it the oldest receipts lose theirs")
+	flags.Var(&c.Output, "retention-output", "how much output receipts keep in all, at least 64MiB; beyond it the oldest receipts of the sandboxes with more than a fair share lose theirs")
 	complete := func(values ...string) func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		return cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 	}

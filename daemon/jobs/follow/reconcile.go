@@ -54,7 +54,7 @@ func (f *Follower) recover(ctx context.Context, machineID string, status *guestv
 	var job *recordv1.JobRecord
 	gone := false
 	err := f.Store.View(func(tx *store.Tx) (err error) {
-		gone = f.outlived(tx, status)
+		gone = f.outlived(tx, machineID, status)
 		job, err = tx.Job(status.GetJobId())
 		return err
 	})
@@ -98,12 +98,20 @@ func (f *Follower) recover(ctx context.Context, machineID string, status *guestv
 
 // outlived reports whether a job ended so long ago that its receipt, although its guest was never told that
 // it is stored, may have been dropped again.
-func (f *Follower) outlived(tx *store.Tx, status *guestv1.Status) bool {
+func (f *Follower) outlived(tx *store.Tx, machineID string, status *guestv1.Status) bool {
 	if !status.GetDone() || status.GetEndTime() == nil {
 		return false
 	}
 	ended := status.GetEndTime().AsTime()
-	return f.Now().Sub(ended) > f.Retention || !ended.After(tx.DroppedThrough())
+	if f.Now().Sub(ended) > f.Retention {
+		return true
+	}
+	machine, err := tx.Machine(machineID)
+	if err != nil || machine == nil {
+		return false
+	}
+	sandbox, err := tx.Sandbox(machine.GetSandboxId())
+	return err == nil && sandbox.GetReceiptsDroppedThrough() != nil && !ended.After(sandbox.GetReceiptsDroppedThrough().AsTime())
 }
 
 // mayRecover counts a job that is to be recovered, and reports whether there are not too many of its

@@ -132,6 +132,9 @@ func (r *Receipts) write(ctx context.Context, job *recordv1.JobRecord, status *g
 	// fault.Die()
 	job, err := r.finish(ctx, job.GetId(), func(job *recordv1.JobRecord) {
 		job.Stdout, job.Stderr = stdout, stderr
+		if job.GetOutputDropped() { // meanwhile, with what was copied
+			job.Stdout, job.Stderr = record.Dropped(stdout), record.Dropped(stderr)
+		}
 		if record.IsDone(job) {
 			return // only its output had been left open
 		}
@@ -186,6 +189,10 @@ func (r *Receipts) close(job *recordv1.JobRecord, outcome *berthv1.Outcome) {
 	if !record.IsDone(job) {
 		record.Conclude(job, outcome, r.Now())
 	}
+	if job.GetOutputDropped() {
+		job.Stdout, job.Stderr = record.NotKept(job.GetStdout()), record.NotKept(job.GetStderr())
+		return
+	}
 	job.Stdout = r.Output.Final(job.GetId(), berthv1.Stream_STREAM_STDOUT, job.GetStdout())
 	job.Stderr = r.Output.Final(job.GetId(), berthv1.Stream_STREAM_STDERR, job.GetStderr())
 }
@@ -212,8 +219,8 @@ func (r *Receipts) fetch(ctx context.Context, machineID string, job *recordv1.Jo
 		before.Sealed = from.GetSealed()
 		return before, nil
 	}
-	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), Exit: from.Exit}
-	if job.GetKeepOutput() {
+	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), Exit: from.GetExit()}
+	if record.StoresOutput(job) {
 		budget := record.OutputLimit(job)
 		for _, kept := range from.GetKept() {
 			length := min(kept.GetTo()-kept.GetFrom(), budget)
@@ -248,7 +255,7 @@ func receipted(job *recordv1.JobRecord, stream berthv1.Stream, from uint64) uint
 // CopyHeads copies what a running job's streams have grown by, as far as their heads go; the tails move
 // and are fetched when the job is done.
 func (r *Receipts) CopyHeads(ctx context.Context, machineID string, job *recordv1.JobRecord, status *guestv1.Status) error {
-	if !job.GetKeepOutput() {
+	if !record.StoresOutput(job) {
 		return nil
 	}
 	for _, stream := range output.Streams {

@@ -41,6 +41,11 @@ func IsUnrecorded(job *recordv1.JobRecord) bool {
 	return job.GetStartDeadline() == nil && !job.GetKeepOutput()
 }
 
+// StoresOutput reports whether what a job writes is stored for its receipt.
+func StoresOutput(job *recordv1.JobRecord) bool {
+	return job.GetKeepOutput() && !job.GetOutputDropped()
+}
+
 // Sealed reports whether no more output of a job will come.
 func Sealed(status *guestv1.Status) bool {
 	return status.GetStdout().GetSealed() && status.GetStderr().GetSealed()
@@ -113,6 +118,13 @@ func NotKept(stats *berthv1.OutputStats) *berthv1.OutputStats {
 		none.Exit = &berthv1.OutputStats_EndAtExit{EndAtExit: stats.GetEndAtExit()}
 	}
 	return none
+}
+
+// Dropped is a stream's stats in a receipt whose kept output was dropped.
+func Dropped(stats *berthv1.OutputStats) *berthv1.OutputStats {
+	dropped := NotKept(stats)
+	dropped.Sealed = stats.GetSealed()
+	return dropped
 }
 
 // Lost is the outcome of a job of which nobody knows how it ended.

@@ -10,12 +10,13 @@ import (
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/types/known/timestamppb"
+
 	"github.com/berth-sandbox/berth/daemon/jobs/receipt"
 	"github.com/berth-sandbox/berth/daemon/jobs/record"
 	"github.com/berth-sandbox/berth/daemon/output"
 	"github.com/berth-sandbox/berth/daemon/store"
 	recordv1 "github.com/berth-sandbox/berth/proto/berth/record/v1"
-	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
 // Retention bounds what is kept.
@@ -50,30 +51,62 @@ func (r *Retention) RemoveReceipts(ctx context.Context, before time.Time, limit 
 	return r.remove(ctx, ids)
 }
 
-// RemoveExcess drops the oldest receipts of those beyond keep, at most limit of them, and returns how many
-// it dropped. The ledger remembers up to when the dropped ones had ended.
+// RemoveExcess drops receipts while there are more than keep, at most limit of them, and returns how many it dropped: the oldest
+// of the sandboxes that have more than a fair share, so that one that does much pushes out only its own. The
+// ledger remembers up to when the dropped ones had ended.
 func (r *Retention) RemoveExcess(ctx context.Context, keep, limit int) (int, error) {
 	var ids []string
-	var last time.Time
+	dropped := map[string]time.Time{} // by sandbox
 	err := r.Store.View(func(tx *store.Tx) error {
-		ended, err := tx.CountEndedJobs()
-		if err != nil || ended <= keep {
+		count, err := tx.CountEndedJobs()
+		if err != nil || count <= keep {
 			return err
 		}
-		if ids, err = tx.EndedJobs(endOfTime, min(ended-keep, limit)); err != nil || len(ids) == 0 {
+		going, err := excessReceipts(tx, keep, limit)
+		if err != nil {
 			return err
 		}
-		job, err := tx.Job(ids[len(ids)-1])
-		last = job.GetDoneTime().AsTime()
-		return err
+		last := map[string]string{}
+		for _, job := range going {
+			ids, last[job.sandbox] = append(ids, job.id), job.id
+		}
+		for sandbox, id := range last {
+			job, err := tx.Job(id)
+			if err != nil {
+				return err
+			}
+			dropped[sandbox] = job.GetDoneTime().AsTime()
+		}
+		return nil
 	})
 	if err != nil || len(ids) == 0 {
 		return 0, err
 	}
-	if err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error { return tx.SetDroppedThrough(last) }); err != nil {
+	if err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error { return setDropped(tx, dropped) }); err != nil {
 		return 0, err
 	}
 	return r.remove(ctx, ids)
+}
+
+// setDropped remembers up to when the jobs of each sandbox had ended whose receipts are dropped.
+func setDropped(tx *store.Tx, through map[string]time.Time) error {
+	for id, at := range through {
+		if err := tx.SetDroppedThrough(at); err != nil {
+			return err
+		}
+		sandbox, err := tx.Sandbox(id)
+		if err != nil {
+			return err
+		}
+		if sandbox == nil || !at.After(sandbox.GetReceiptsDroppedThrough().AsTime()) {
+			continue
+		}
+		sandbox.ReceiptsDroppedThrough = timestamppb.New(at)
+		if err := tx.PutSandbox(sandbox, "", ""); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // endOfTime is after every job.
@@ -144,12 +177,10 @@ func nameNoOutput(tx *store.Tx, id, event string) (uint64, error) {
 	if bytes == 0 {
 		return 0, nil
 	}
-	for _, stats := range []*berthv1.OutputStats{job.GetStdout(), job.GetStderr()} {
-		stats.Kept, stats.DroppedBytes = nil, stats.GetTotalBytes()
-	}
+	job.Stdout, job.Stderr, job.OutputDropped = record.Dropped(job.GetStdout()), record.Dropped(job.GetStderr()), true
 	detail := ""
 	if event != "" {
-		detail = "its output was among the oldest, and there was too much"
+		detail = "there was too much output, and its sandbox had more than a fair share"
 	}
 	return bytes, tx.PutJob(job, event, detail)
 }
@@ -157,9 +188,10 @@ func nameNoOutput(tx *store.Tx, id, event string) (uint64, error) {
 // OutputBytes returns how much output is kept in all.
 func (r *Retention) OutputBytes() uint64 { return r.Output.Size() }
 
-// BoundOutput drops the output of the oldest receipts until what they keep takes no more than maxBytes,
-// and some space is left. The receipts stay, and count it as dropped. The output of jobs that are not
-// complete is theirs, and does not count.
+// BoundOutput drops kept output until it takes no more than maxBytes, and some space is left: that of the oldest
+// receipts of the sandboxes that have more than a fair share. The receipts stay, and count it as dropped.
+// The output of jobs that run is theirs, and does not count; that of one that is done does, also while
+// something that it left running may write more.
 func (r *Retention) BoundOutput(ctx context.Context, maxBytes uint64) error {
 	if !r.Output.Grown() {
 		return nil
@@ -175,28 +207,38 @@ func (r *Retention) boundOutput(ctx context.Context, maxBytes uint64) error {
 	if err := r.removeUnnamed(); err != nil {
 		return err
 	}
-	var keeping []string
-	var kept uint64
+	type keeping struct {
+		ended
+		bytes uint64
+	}
+	var all []keeping
+	taken, kept := shares{}, uint64(0)
 	err := r.eachEnded(func(job *recordv1.JobRecord) {
-		if bytes := record.KeptBytes(job); bytes > 0 && record.IsComplete(job) {
-			keeping, kept = append(keeping, job.GetId()), kept+bytes
+		if bytes := record.KeptBytes(job); bytes > 0 {
+			all = append(all, keeping{ended{job.GetId(), job.GetSandboxId()}, bytes})
+			taken[job.GetSandboxId()] += bytes
+			kept += bytes
 		}
 	})
 	if err != nil || kept <= maxBytes {
 		return err
 	}
-	wanted, before := maxBytes-maxBytes/expireSpare, kept
-	for part := range slices.Chunk(keeping, maxExpireBatch) {
-		if kept <= wanted {
-			break
+	beyond := taken.excess(maxBytes - maxBytes/expireSpare)
+	var going []string
+	for _, job := range all {
+		if beyond.take(job.sandbox, job.bytes) {
+			going = append(going, job.id)
 		}
-		freed, err := r.expire(ctx, part, kept-wanted)
+	}
+	before := kept
+	for part := range slices.Chunk(going, maxExpireBatch) {
+		freed, err := r.expire(ctx, part)
 		if err != nil {
 			return err
 		}
 		kept -= min(freed, kept)
 	}
-	r.Log.Info("dropped the oldest output", "dropped_bytes", before-kept, "kept_bytes", kept, "max_bytes", maxBytes)
+	r.Log.Info("dropped the oldest output of who kept most", "dropped_bytes", before-kept, "kept_bytes", kept, "max_bytes", maxBytes)
 	return nil
 }
 
@@ -241,7 +283,7 @@ func (r *Retention) removeUnnamed() error {
 				if err != nil {
 					return err
 				}
-				if record.IsComplete(job) && record.KeptBytes(job) == 0 {
+				if (record.IsComplete(job) || job.GetOutputDropped()) && record.KeptBytes(job) == 0 {
 					unnamed = append(unnamed, name)
 				}
 			}
@@ -259,25 +301,20 @@ func (r *Retention) removeUnnamed() error {
 	return nil
 }
 
-// expire drops the output of receipts until so many bytes are free, and returns how many are. The
-// receipt goes first: it must not name what is not there.
-func (r *Retention) expire(ctx context.Context, ids []string, wanted uint64) (freed uint64, err error) {
+// expire drops the output of receipts, and returns how many bytes that was. The receipt goes first: it must not
+// name what is not there.
+func (r *Retention) expire(ctx context.Context, ids []string) (freed uint64, err error) {
 	var expired []string
 	err = r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		expired, freed = nil, 0
 		for _, id := range ids {
-			job, err := tx.Job(id)
-			if err != nil {
-				return err
-			}
-			if freed >= wanted || !record.IsComplete(job) {
-				continue
-			}
 			bytes, err := nameNoOutput(tx, id, "job.output_expired")
 			if err != nil {
 				return err
 			}
-			expired, freed = append(expired, id), freed+bytes
+			if bytes > 0 {
+				expired, freed = append(expired, id), freed+bytes
+			}
 		}
 		return nil
 	})

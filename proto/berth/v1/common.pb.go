@@ -19,6 +19,8 @@
 //     with a reason of its own.
 //   - Errors are a gRPC code plus google.rpc.ErrorInfo with domain "berth.v1" and a reason of the
 //     Reason list in this file, plus BadRequest, RetryInfo or PreconditionFailure where they help.
+//     Only what the broker's gRPC library refuses before any call of this API sees it has a code alone:
+//     a message over 32 MiB (RESOURCE_EXHAUSTED), an unknown compression, a malformed path or header.
 
 package berthv1
 

@@ -194,9 +194,11 @@ type SandboxRecord struct {
 	// The lifetime's end, absolute.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,19,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
 	// The epoch of the newest lease granted on it.
-	LeaseEpoch    uint64 `protobuf:"varint,20,opt,name=lease_epoch,json=leaseEpoch,proto3" json:"lease_epoch,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	LeaseEpoch uint64 `protobuf:"varint,20,opt,name=lease_epoch,json=leaseEpoch,proto3" json:"lease_epoch,omitempty"`
+	// Up to when those of its jobs had become DONE whose receipts were dropped because there were too many.
+	ReceiptsDroppedThrough *timestamppb.Timestamp `protobuf:"bytes,21,opt,name=receipts_dropped_through,json=receiptsDroppedThrough,proto3" json:"receipts_dropped_through,omitempty"`
+	unknownFields          protoimpl.UnknownFields
+	sizeCache              protoimpl.SizeCache
 }
 
 func (x *SandboxRecord) Reset() {
@@ -367,6 +369,13 @@ func (x *SandboxRecord) GetLeaseEpoch() uint64 {
 		return x.LeaseEpoch
 	}
 	return 0
+}
+
+func (x *SandboxRecord) GetReceiptsDroppedThrough() *timestamppb.Timestamp {
+	if x != nil {
+		return x.ReceiptsDroppedThrough
+	}
+	return nil
 }
 
 // MachineSpec is what a machine is booted with.
@@ -691,7 +700,9 @@ type JobRecord struct {
 	// CPU time in nanoseconds.
 	CpuNanos int64 `protobuf:"varint,22,opt,name=cpu_nanos,json=cpuNanos,proto3" json:"cpu_nanos,omitempty"`
 	// When it became DONE in the ledger.
-	DoneTime      *timestamppb.Timestamp `protobuf:"bytes,23,opt,name=done_time,json=doneTime,proto3" json:"done_time,omitempty"`
+	DoneTime *timestamppb.Timestamp `protobuf:"bytes,23,opt,name=done_time,json=doneTime,proto3" json:"done_time,omitempty"`
+	// Its output was dropped because there was too much, and no more of it is stored.
+	OutputDropped bool `protobuf:"varint,24,opt,name=output_dropped,json=outputDropped,proto3" json:"output_dropped,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -885,6 +896,13 @@ func (x *JobRecord) GetDoneTime() *timestamppb.Timestamp {
 		return x.DoneTime
 	}
 	return nil
+}
+
+func (x *JobRecord) GetOutputDropped() bool {
+	if x != nil {
+		return x.OutputDropped
+	}
+	return false
 }
 
 // JobSecrets is what JobRecord.sealed_secrets holds.
@@ -1384,7 +1402,7 @@ var File_berth_record_v1_record_proto protoreflect.FileDescriptor
 
 const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\n" +
-	"\x1cberth/record/v1/record.proto\x12\x0fberth.record.v1\x1a\x12berth/v1/job.proto\x1a\x16berth/v1/sandbox.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf5\x06\n" +
+	"\x1cberth/record/v1/record.proto\x12\x0fberth.record.v1\x1a\x12berth/v1/job.proto\x1a\x16berth/v1/sandbox.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xcb\a\n" +
 	"\rSandboxRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12,\n" +
@@ -1415,7 +1433,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\vexpire_time\x18\x13 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"expireTime\x12\x1f\n" +
 	"\vlease_epoch\x18\x14 \x01(\x04R\n" +
-	"leaseEpoch\"\x9f\x02\n" +
+	"leaseEpoch\x12T\n" +
+	"\x18receipts_dropped_through\x18\x15 \x01(\v2\x1a.google.protobuf.TimestampR\x16receiptsDroppedThrough\"\x9f\x02\n" +
 	"\vMachineSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x1c\n" +
 	"\tworkspace\x18\x02 \x01(\tR\tworkspace\x121\n" +
@@ -1448,7 +1467,7 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"createTime\x12\x12\n" +
 	"\x04pool\x18\x0f \x01(\tR\x04pool\x120\n" +
 	"\x04spec\x18\x10 \x01(\v2\x1c.berth.record.v1.MachineSpecR\x04spec\x12,\n" +
-	"\x12stopped_by_suspend\x18\x11 \x01(\bR\x10stoppedBySuspend\"\x82\a\n" +
+	"\x12stopped_by_suspend\x18\x11 \x01(\bR\x10stoppedBySuspend\"\xa9\a\n" +
 	"\tJobRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
@@ -1480,7 +1499,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\vkeep_output\x18\x15 \x01(\bR\n" +
 	"keepOutput\x12\x1b\n" +
 	"\tcpu_nanos\x18\x16 \x01(\x03R\bcpuNanos\x127\n" +
-	"\tdone_time\x18\x17 \x01(\v2\x1a.google.protobuf.TimestampR\bdoneTime\"\x92\x01\n" +
+	"\tdone_time\x18\x17 \x01(\v2\x1a.google.protobuf.TimestampR\bdoneTime\x12%\n" +
+	"\x0eoutput_dropped\x18\x18 \x01(\bR\routputDropped\"\x92\x01\n" +
 	"\n" +
 	"JobSecrets\x126\n" +
 	"\x03env\x18\x01 \x03(\v2$.berth.record.v1.JobSecrets.EnvEntryR\x03env\x12\x14\n" +
@@ -1604,35 +1624,36 @@ var file_berth_record_v1_record_proto_depIdxs = []int32{
 	20, // 7: berth.record.v1.SandboxRecord.destroy_time:type_name -> google.protobuf.Timestamp
 	20, // 8: berth.record.v1.SandboxRecord.last_activity_time:type_name -> google.protobuf.Timestamp
 	20, // 9: berth.record.v1.SandboxRecord.expire_time:type_name -> google.protobuf.Timestamp
-	21, // 10: berth.record.v1.MachineSpec.resources:type_name -> berth.v1.Resources
-	22, // 11: berth.record.v1.MachineSpec.egress:type_name -> berth.v1.Egress
-	12, // 12: berth.record.v1.MachineSpec.options:type_name -> berth.record.v1.MachineSpec.OptionsEntry
-	0,  // 13: berth.record.v1.MachineRecord.state:type_name -> berth.record.v1.MachineState
-	20, // 14: berth.record.v1.MachineRecord.create_time:type_name -> google.protobuf.Timestamp
-	3,  // 15: berth.record.v1.MachineRecord.spec:type_name -> berth.record.v1.MachineSpec
-	23, // 16: berth.record.v1.JobRecord.state:type_name -> berth.v1.JobState
-	24, // 17: berth.record.v1.JobRecord.spec:type_name -> berth.v1.JobSpec
-	25, // 18: berth.record.v1.JobRecord.outcome:type_name -> berth.v1.Outcome
-	26, // 19: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputStats
-	26, // 20: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputStats
-	20, // 21: berth.record.v1.JobRecord.create_time:type_name -> google.protobuf.Timestamp
-	20, // 22: berth.record.v1.JobRecord.start_time:type_name -> google.protobuf.Timestamp
-	20, // 23: berth.record.v1.JobRecord.end_time:type_name -> google.protobuf.Timestamp
-	20, // 24: berth.record.v1.JobRecord.start_deadline:type_name -> google.protobuf.Timestamp
-	20, // 25: berth.record.v1.JobRecord.done_time:type_name -> google.protobuf.Timestamp
-	13, // 26: berth.record.v1.JobSecrets.env:type_name -> berth.record.v1.JobSecrets.EnvEntry
-	14, // 27: berth.record.v1.SandboxSecrets.env:type_name -> berth.record.v1.SandboxSecrets.EnvEntry
-	1,  // 28: berth.record.v1.OperationRecord.kind:type_name -> berth.record.v1.OperationKind
-	20, // 29: berth.record.v1.OperationRecord.not_before:type_name -> google.protobuf.Timestamp
-	20, // 30: berth.record.v1.OperationRecord.create_time:type_name -> google.protobuf.Timestamp
-	19, // 31: berth.record.v1.OperationRecord.undoing:type_name -> berth.v1.Problem
-	20, // 32: berth.record.v1.RequestRecord.expire_time:type_name -> google.protobuf.Timestamp
-	20, // 33: berth.record.v1.EventRecord.time:type_name -> google.protobuf.Timestamp
-	34, // [34:34] is the sub-list for method output_type
-	34, // [34:34] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	20, // 10: berth.record.v1.SandboxRecord.receipts_dropped_through:type_name -> google.protobuf.Timestamp
+	21, // 11: berth.record.v1.MachineSpec.resources:type_name -> berth.v1.Resources
+	22, // 12: berth.record.v1.MachineSpec.egress:type_name -> berth.v1.Egress
+	12, // 13: berth.record.v1.MachineSpec.options:type_name -> berth.record.v1.MachineSpec.OptionsEntry
+	0,  // 14: berth.record.v1.MachineRecord.state:type_name -> berth.record.v1.MachineState
+	20, // 15: berth.record.v1.MachineRecord.create_time:type_name -> google.protobuf.Timestamp
+	3,  // 16: berth.record.v1.MachineRecord.spec:type_name -> berth.record.v1.MachineSpec
+	23, // 17: berth.record.v1.JobRecord.state:type_name -> berth.v1.JobState
+	24, // 18: berth.record.v1.JobRecord.spec:type_name -> berth.v1.JobSpec
+	25, // 19: berth.record.v1.JobRecord.outcome:type_name -> berth.v1.Outcome
+	26, // 20: berth.record.v1.JobRecord.stdout:type_name -> berth.v1.OutputStats
+	26, // 21: berth.record.v1.JobRecord.stderr:type_name -> berth.v1.OutputStats
+	20, // 22: berth.record.v1.JobRecord.create_time:type_name -> google.protobuf.Timestamp
+	20, // 23: berth.record.v1.JobRecord.start_time:type_name -> google.protobuf.Timestamp
+	20, // 24: berth.record.v1.JobRecord.end_time:type_name -> google.protobuf.Timestamp
+	20, // 25: berth.record.v1.JobRecord.start_deadline:type_name -> google.protobuf.Timestamp
+	20, // 26: berth.record.v1.JobRecord.done_time:type_name -> google.protobuf.Timestamp
+	13, // 27: berth.record.v1.JobSecrets.env:type_name -> berth.record.v1.JobSecrets.EnvEntry
+	14, // 28: berth.record.v1.SandboxSecrets.env:type_name -> berth.record.v1.SandboxSecrets.EnvEntry
+	1,  // 29: berth.record.v1.OperationRecord.kind:type_name -> berth.record.v1.OperationKind
+	20, // 30: berth.record.v1.OperationRecord.not_before:type_name -> google.protobuf.Timestamp
+	20, // 31: berth.record.v1.OperationRecord.create_time:type_name -> google.protobuf.Timestamp
+	19, // 32: berth.record.v1.OperationRecord.undoing:type_name -> berth.v1.Problem
+	20, // 33: berth.record.v1.RequestRecord.expire_time:type_name -> google.protobuf.Timestamp
+	20, // 34: berth.record.v1.EventRecord.time:type_name -> google.protobuf.Timestamp
+	35, // [35:35] is the sub-list for method output_type
+	35, // [35:35] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_berth_record_v1_record_proto_init() }
