@@ -203,6 +203,9 @@ func (s *Service) created(ctx context.Context, id string) (*recordv1.SandboxReco
 // Resume makes a SUSPENDED sandbox go on, or a STOPPED one run again in a new generation, and waits
 // until it runs. One that runs is success.
 func (s *Service) Resume(ctx context.Context, call request.Call, id string) (*recordv1.SandboxRecord, error) {
+	if err := s.observeRunning(ctx, call, id); err != nil {
+		return nil, err
+	}
 	return s.change(ctx, call, id, s.resumed, change{
 		kind: recordv1.OperationKind_OPERATION_KIND_RESUME, state: berthv1.SandboxState_SANDBOX_STATE_RESUMING, event: "sandbox.resuming",
 		admit: func(_ *store.Tx, sandbox *recordv1.SandboxRecord, op *recordv1.OperationRecord) (bool, error) {
@@ -222,6 +225,35 @@ func (s *Service) Resume(ctx context.Context, call request.Call, id string) (*re
 		},
 	})
 }
+
+// observeRunning refuses to take a sandbox for one that runs because that is what was last known, when nobody
+// answers for it: its provider may be away, and its machine gone with it. Errors: PROVIDER_UNAVAILABLE;
+// GUEST_UNREACHABLE until it has been written down that the machine does not run.
+func (s *Service) observeRunning(ctx context.Context, call request.Call, id string) error {
+	var sandbox *recordv1.SandboxRecord
+	err := s.opts.Store.View(func(tx *store.Tx) error {
+		prior, err := call.Prior(tx)
+		if err == nil && prior == "" {
+			sandbox, err = call.Sandbox(tx, id)
+		}
+		return err
+	})
+	if err != nil || sandbox.GetState() != berthv1.SandboxState_SANDBOX_STATE_RUNNING || s.opts.Links.Hello(sandbox.GetMachineId()) != nil {
+		return err
+	}
+	switch s.machines.Observe(ctx, sandbox.GetMachineId()) {
+	case machines.Present: // its guest is being reached again
+		return nil
+	case machines.Unsure:
+		return fault.New(fault.ProviderUnavailable, "sandbox %s was RUNNING when it was last seen, and nobody can say whether it still is: its guest and its provider %s do not answer",
+			id, sandbox.GetSpec().GetProvider()).Retry(observeRetry)
+	default:
+		return fault.New(fault.GuestUnreachable, "the machine of sandbox %s runs no more, which is about to be written down", id).Retry(observeRetry)
+	}
+}
+
+// observeRetry is after how long a machine that nobody answers for may be asked for again.
+const observeRetry = time.Second
 
 // resumed is created for a resume: one that failed leaves the sandbox as it was before.
 func (s *Service) resumed(ctx context.Context, id string) (*recordv1.SandboxRecord, error) {

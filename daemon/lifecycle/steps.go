@@ -188,6 +188,10 @@ func (s *Service) connect(ctx context.Context, op *recordv1.OperationRecord) err
 	next := "ready"
 	if op.GetKind() == recordv1.OperationKind_OPERATION_KIND_CREATE {
 		next = "workspace"
+		// Later it is what the sandbox's own commands have made of it, which is for them to repair.
+		if why := hello.GetWorkspaceError(); why != "" {
+			return fault.Invalid("spec.workspace.path", "no command can run in %s: %s (name a directory, or a path where nothing is yet)", hello.GetWorkspace(), why)
+		}
 	}
 	// gofail: var lifecycleBeforeConnected struct{}
 	// fault.Die()

@@ -133,6 +133,47 @@ func TestAResumeOfASuspendedMachineMeetsFaults(t *testing.T) {
 	}
 }
 
+func TestAResumeTakesNoMachineForRunningThatNobodyAnswersFor(t *testing.T) {
+	away := fake.Fault{Call: fake.CallInspect, Kind: fake.Unavailable}
+	for name, test := range map[string]struct {
+		killed bool
+		faults []fake.Fault
+		reason fault.Reason
+	}{
+		"it runs":                                       {false, nil, ""},
+		"it runs, and its provider is away":             {false, []fake.Fault{away}, ""},
+		"it died, and its provider is away":             {true, []fake.Fault{away}, fault.ProviderUnavailable},
+		"it died, and nobody has written that down yet": {true, nil, fault.GuestUnreachable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newHarness(t)
+			sandbox := w.created()
+			if test.killed {
+				must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+				w.wait("the link is down", func() bool { return w.links.Hello(sandbox.GetMachineId()) == nil })
+			}
+			w.script(test.faults...)
+			for range 2 { // the same request, which must not have been remembered as done
+				_, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+				if test.reason == "" {
+					must(t, err)
+				} else if !fault.Is(err, test.reason) {
+					t.Errorf("the error is %v, want %s", err, test.reason)
+				}
+			}
+			if !test.killed {
+				return
+			}
+			w.script()
+			w.markStopped()
+			_, err := w.Resume(w.ctx, call("resume", "r"), sandbox.GetId())
+			must(t, err)
+			w.wantState(running)
+		})
+	}
+}
+
 func TestASuspendGoesOnAfterACrash(t *testing.T) {
 	for _, kind := range []fake.Kind{fake.Hang, fake.HangAfter} {
 		t.Run(string(kind), func(t *testing.T) {

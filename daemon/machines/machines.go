@@ -154,7 +154,7 @@ func (m *Service) Boot(ctx context.Context, record *recordv1.MachineRecord, gene
 	defer cancel()
 	handle, err := provider.Create(ctx, m.spec(record, token, generation))
 	if err != nil {
-		return providers.Handle{}, fmt.Errorf("boot machine %s on provider %s: %w", record.GetId(), record.GetProvider(), err)
+		return providers.Handle{}, fmt.Errorf("provider %s: %w", record.GetProvider(), err) // which names the machine
 	}
 	return handle, nil
 }

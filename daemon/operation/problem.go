@@ -66,6 +66,9 @@ func Problem(err error, now time.Time) *berthv1.Problem {
 // Error is the error that a kept problem stands for.
 func Error(problem *berthv1.Problem) error {
 	reason := fault.Reason(problem.GetReason())
+	if field, description, found := strings.Cut(problem.GetMessage(), ": "); found && reason == fault.InvalidField {
+		return fault.Invalid(field, "%s", description)
+	}
 	if _, known := fault.Reasons()[reason]; !known {
 		reason = fault.Internal
 	}

@@ -3,11 +3,28 @@ package operation
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/providers"
 )
+
+func TestAKeptProblemSaysWhatItsErrorSaid(t *testing.T) {
+	t.Parallel()
+	for name, err := range map[string]error{
+		"a field":                  fault.Invalid("spec.workspace.path", "no command: can run: there"),
+		"no field":                 fault.New(fault.WorkspaceFailed, "spec.workspace.path: git failed"),
+		"a field's reason without": fault.New(fault.InvalidField, "wrong"),
+	} {
+		var known, kept *fault.Error
+		errors.As(err, &known)
+		if !errors.As(Error(Problem(err, time.Now())), &kept) || kept.Reason != known.Reason || kept.Error() != known.Error() || !slices.Equal(kept.Fields, known.Fields) {
+			t.Errorf("%s: %+v became %+v", name, known, kept)
+		}
+	}
+}
 
 func TestEveryErrorHasItsReasonAndItsPlace(t *testing.T) {
 	t.Parallel()

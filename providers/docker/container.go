@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"path"
 	"path/filepath"
 	"strings"
@@ -18,6 +17,7 @@ import (
 	"github.com/moby/moby/client"
 
 	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/guestlog"
 )
 
 // containerName is the name of a machine's container. Names are unique on an engine, so no two can be
@@ -201,17 +201,13 @@ func (p *Provider) lastWords(ctx context.Context, c container.InspectResponse) s
 	}
 	limited, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
-	logs, err := p.engine.ContainerLogs(limited, c.ID, client.ContainerLogsOptions{ShowStdout: true, ShowStderr: true, Tail: "1"})
+	logs, err := p.engine.ContainerLogs(limited, c.ID, client.ContainerLogsOptions{ShowStdout: true, ShowStderr: true, Tail: noteLines})
 	if err != nil {
 		return note // the log is an extra
 	}
 	defer func() { _ = logs.Close() }() // it was only read
-	said := &output{from: bufio.NewReader(io.LimitReader(logs, noteBytes))}
-	if _, err := io.Copy(io.Discard, said); err != nil && said.said() == "" {
-		return note
-	}
-	if line := oneLine(said.said()); line != "" {
-		note += ": " + line
+	if reason := guestlog.Reason(&bothStreams{from: bufio.NewReader(logs)}); reason != "" {
+		note += ": " + reason
 	}
 	return note
 }

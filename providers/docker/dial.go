@@ -169,17 +169,13 @@ func (o *output) Read(p []byte) (int, error) {
 
 // next reads a frame's header, and a frame that is not standard output's whole.
 func (o *output) next() error {
-	var header [frameHeader]byte
-	if _, err := io.ReadFull(o.from, header[:]); err != nil {
+	stream, length, err := readFrame(o.from)
+	if err != nil {
 		return err
 	}
-	length := binary.BigEndian.Uint32(header[4:])
-	if header[0] == frameOutput {
+	if stream == frameOutput {
 		o.left = length
 		return nil
-	}
-	if header[0] > frameErrors+1 || header[1] != 0 || header[2] != 0 || header[3] != 0 {
-		return errors.New("the engine sent what is no frame")
 	}
 	text, err := io.ReadAll(io.LimitReader(o.from, int64(min(length, maxErrorBytes))))
 	o.mu.Lock()
@@ -189,6 +185,37 @@ func (o *output) next() error {
 		_, err = o.from.Discard(int(length) - len(text))
 	}
 	return err
+}
+
+// readFrame reads a frame's header.
+func readFrame(from io.Reader) (stream byte, length uint32, err error) {
+	var header [frameHeader]byte
+	if _, err := io.ReadFull(from, header[:]); err != nil {
+		return 0, 0, err
+	}
+	if header[0] > frameErrors+1 || header[1] != 0 || header[2] != 0 || header[3] != 0 {
+		return 0, 0, errors.New("the engine sent what is no frame")
+	}
+	return header[0], binary.BigEndian.Uint32(header[4:]), nil
+}
+
+// bothStreams reads what a process said, on whatever stream, out of the engine's frames.
+type bothStreams struct {
+	from *bufio.Reader
+	left uint32 // of the frame that is being read
+}
+
+// Read returns bytes of either stream.
+func (b *bothStreams) Read(p []byte) (int, error) {
+	for b.left == 0 {
+		var err error
+		if _, b.left, err = readFrame(b.from); err != nil {
+			return 0, err
+		}
+	}
+	n, err := b.from.Read(p[:min(len(p), int(b.left))])
+	b.left -= uint32(n)
+	return n, err
 }
 
 // said returns the beginning of standard error.

@@ -63,7 +63,7 @@ const (
 	dialOutTime         = 5 * time.Second        // how long a guest may take to dial out before the bridge is tried; it takes 10 ms when it runs
 	dialOutAgain        = 200 * time.Millisecond // the same once the bridge has proved to be the only way
 	guestLogBytes       = "1m"                   // the guest's log in the engine; it writes a few lines
-	noteBytes           = 2 << 10                // of that log, at most, in a Note
+	noteLines           = "2000"                 // of that log are read for a Note: the stack traces of a crash come last
 )
 
 // Options are what a Provider is made from.

@@ -552,6 +552,20 @@ func TestLimitsHold(t *testing.T) {
 	}
 }
 
+func TestAGuestThatCannotLiveIsSaidToInWords(t *testing.T) {
+	at, p, id := newPlace(t), provider(t), newID()
+	spec := at.spec(id, imported(t, "ordinary", ordinary))
+	spec.Resources.PIDs = 1
+	at.create(t, p, spec)
+	eventually(t, func() bool { return state(t, p, id) == providers.MachineStopped })
+	found, err := p.Inspect(t.Context(), id)
+	must(t, err)
+	const want = "its guest ended with exit code 2: it could not create a thread: a limit of processes, the machine's (resources.pids) or its host's, is reached"
+	if found.Note != want {
+		t.Errorf("its note is %q", found.Note)
+	}
+}
+
 func TestTheWorkspaceCanBeChosen(t *testing.T) {
 	at, p, id := newPlace(t), provider(t), newID()
 	spec := at.spec(id, imported(t, "ordinary", ordinary))

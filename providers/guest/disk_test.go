@@ -30,7 +30,10 @@ func TestAWrongWorkspaceIsReportedByCommandsAndOthersRun(t *testing.T) {
 			must(t, os.RemoveAll(m.config.GetWorkspace()))
 			must(t, put(m.config.GetWorkspace()))
 			m.start()
-			o := m.run(argv("true")).GetStatus().GetOutcome()
+			o, problem := m.run(argv("true")).GetStatus().GetOutcome(), m.hello.GetWorkspaceError()
+			if usable := name == "a directory"; usable != (problem == "") || len(problem) > 100 || strings.Contains(problem, m.config.GetWorkspace()) {
+				t.Errorf("the broker is told %q", problem)
+			}
 			if name == "a directory" {
 				if o.GetCause() != berthv1.Cause_CAUSE_EXITED {
 					t.Errorf("in a directory that is not empty: %v", o)

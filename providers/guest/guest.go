@@ -91,6 +91,7 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 		// Commands that need it report that it is missing, and others can repair it.
 		options.Log.Warn("the workspace is not usable", "workspace", config.GetWorkspace(), "error", err)
 	}
+	workspaceError := whyNoDirectory(config.GetWorkspace())
 	bootID, err := newBootID()
 	if err != nil {
 		return err
@@ -125,7 +126,7 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	s := &service{supervisor: supervisor}
 	s.identity.Store(&identity{
 		machineID: config.GetMachineId(), token: config.GetToken(), generation: config.GetGeneration(),
-		bootID: bootID, workspace: config.GetWorkspace(), containment: tracker.Kind(), build: options.Build,
+		bootID: bootID, workspace: config.GetWorkspace(), workspaceError: workspaceError, containment: tracker.Kind(), build: options.Build,
 	})
 	err = s.serve(ctx, config, options)
 	return errors.Join(err, supervisor.Close())

@@ -37,13 +37,14 @@ var capabilities = []string{
 
 // identity is the machine as which the guest answers.
 type identity struct {
-	machineID   string
-	token       []byte
-	generation  uint64
-	bootID      string
-	workspace   string
-	containment guestv1.Containment
-	build       string
+	machineID      string
+	token          []byte
+	generation     uint64
+	bootID         string
+	workspace      string
+	workspaceError string // why no command can run there
+	containment    guestv1.Containment
+	build          string
 }
 
 // connection is what the guest knows of one connection.
@@ -150,6 +151,8 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 		Uid:          uint32(os.Getuid()),
 		Platform:     platform,
 		Generation:   me.generation,
+
+		WorkspaceError: me.workspaceError,
 	}, nil
 }
 

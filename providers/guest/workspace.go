@@ -4,12 +4,28 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/berth-sandbox/berth/providers/guest/launch"
 )
+
+// whyNoDirectory says why no command can run in what a path leads to; empty if one can.
+func whyNoDirectory(path string) string {
+	info, err := os.Stat(path)
+	var failed *fs.PathError
+	switch {
+	case errors.As(err, &failed):
+		return failed.Err.Error()
+	case err != nil:
+		return err.Error()
+	case !info.IsDir():
+		return "it is not a directory"
+	}
+	return ""
+}
 
 // makeWorkspace creates the default working directory for the user of the jobs. One that exists and is not
 // empty, or that a link leads to, is left alone: the image or an earlier boot made it so.

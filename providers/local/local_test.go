@@ -602,6 +602,42 @@ func TestAMissingGuestProgramIsRefusedInWords(t *testing.T) {
 	}
 }
 
+func TestAGuestThatDiesIsSaidToInWords(t *testing.T) {
+	for name, test := range map[string]struct{ says, note string }{
+		"it says why":         {"berth-guest: boot config: token is missing", "its guest ended: boot config: token is missing"},
+		"it crashes":          {"fatal error: x\n\ngoroutine 1 [running]:\nmain.main()\n\tmain.go:3 +0x18", "its guest ended: it crashed: fatal error: x"},
+		"it reports and ends": {"time=2026-12-01T12:00:00Z level=INFO msg=x", "its guest ended"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			y := newYard(t, local.IsolationNone)
+			guest := filepath.Join(t.TempDir(), "berth-guest")
+			script := "#!/bin/sh\nprintf '" + test.says + "\n' >&2\nexit 2\n"
+			if err := os.WriteFile(guest, []byte(script), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			p, err := local.New(local.Options{
+				Dir: y.dir, BrokerID: brokerID, GuestPath: func(string) (string, error) { return guest, nil }, Isolation: local.IsolationNone,
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = p.Close() })
+			id := newID()
+			if _, err := p.Create(t.Context(), y.spec(id)); err != nil {
+				t.Logf("Create: %v", err) // it may see the end itself
+			}
+			eventually(t, "it is stopped", func() bool { return state(t, p, id) == providers.MachineStopped })
+			found, err := p.Inspect(t.Context(), id)
+			if err != nil || found.Note != test.note {
+				t.Errorf("its note is %q, %v", found.Note, err)
+			}
+			if err := p.Destroy(t.Context(), providers.Machine{ID: id, ListenDir: y.spec(id).ListenDir}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // BenchmarkBoot measures from Create to the first connection that the guest opens.
 func BenchmarkBoot(b *testing.B) {
 	for _, mode := range modes {

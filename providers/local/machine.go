@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/berth-sandbox/berth/providers"
+	"github.com/berth-sandbox/berth/providers/guestlog"
 )
 
 // A machine's directory moves through three names, each move one rename, so that a directory under
@@ -38,7 +39,7 @@ const (
 	bootFile        = "boot.json"
 	terminatingFile = "doomed"
 	logFile         = "guest.log"
-	lastWords       = 2 << 10 // of that log, at most, in a Note
+	noteBytes       = 1 << 20 // of that log are read for a Note: the stack traces of a crash come last
 	workspaceDir    = "workspace"
 	spoolDir        = "spool"
 )
@@ -173,7 +174,10 @@ func (m *machine) describe() (providers.Machine, error) {
 	}
 	note := ""
 	if state == providers.MachineStopped {
-		note = lastLine(m.path(logFile))
+		note = "its guest ended"
+		if reason := lastWords(m.path(logFile)); reason != "" {
+			note += ": " + reason
+		}
 	}
 	return providers.Machine{
 		ID:        m.id,
@@ -277,8 +281,8 @@ func syncDir(dir string) error {
 	return errors.Join(err, file.Close())
 }
 
-// lastLine is the last that a guest said, cut short; empty if it said nothing.
-func lastLine(path string) string {
+// lastWords is why a guest ended, as its log has it; empty if it does not say.
+func lastWords(path string) string {
 	file, err := os.Open(path)
 	if err != nil {
 		return ""
@@ -288,11 +292,5 @@ func lastLine(path string) string {
 	if err != nil {
 		return ""
 	}
-	text := make([]byte, min(end, lastWords))
-	n, err := file.ReadAt(text, end-int64(len(text)))
-	if err != nil && !errors.Is(err, io.EOF) {
-		return ""
-	}
-	lines := strings.Split(strings.TrimSpace(strings.ToValidUTF8(string(text[:n]), "?")), "\n")
-	return lines[len(lines)-1]
+	return guestlog.Reason(io.NewSectionReader(file, max(0, end-noteBytes), noteBytes))
 }

@@ -602,7 +602,8 @@ func (x *SandboxSpec) GetProviderOptions() map[string]string {
 // Workspace is the directory that the agent works in.
 type Workspace struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Absolute path in the machine, at most 4095 bytes. Default: the provider's (see Sandbox.workspace_path).
+	// Absolute path in the machine, at most 4095 bytes, of a directory, or of nothing: then one is made. Anything
+	// else is INVALID_FIELD once the machine has been looked at. Default: the provider's (see Sandbox.workspace_path).
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// Clone this repository into it before the sandbox becomes RUNNING.
 	Repo *Repo `protobuf:"bytes,2,opt,name=repo,proto3" json:"repo,omitempty"`

@@ -59,7 +59,9 @@ type SandboxServiceClient interface {
 	// SuspendSandbox freezes or stops the machine; memory is kept where the provider can.
 	SuspendSandbox(ctx context.Context, in *SuspendSandboxRequest, opts ...grpc.CallOption) (*SuspendSandboxResponse, error)
 	// ResumeSandbox makes a SUSPENDED or STOPPED sandbox run again. A STOPPED one gets a new
-	// generation: its processes are gone, its disk is there. Errors: WRONG_STATE.
+	// generation: its processes are gone, its disk is there. One that runs is success, if its guest or its
+	// provider says so. Errors: WRONG_STATE; PROVIDER_UNAVAILABLE and GUEST_UNREACHABLE for a RUNNING one of
+	// which nobody does.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 	// Not built yet. RetainSandbox parks a sandbox past the end of a run, until a time.
 	RetainSandbox(ctx context.Context, in *RetainSandboxRequest, opts ...grpc.CallOption) (*RetainSandboxResponse, error)
@@ -235,7 +237,9 @@ type SandboxServiceServer interface {
 	// SuspendSandbox freezes or stops the machine; memory is kept where the provider can.
 	SuspendSandbox(context.Context, *SuspendSandboxRequest) (*SuspendSandboxResponse, error)
 	// ResumeSandbox makes a SUSPENDED or STOPPED sandbox run again. A STOPPED one gets a new
-	// generation: its processes are gone, its disk is there. Errors: WRONG_STATE.
+	// generation: its processes are gone, its disk is there. One that runs is success, if its guest or its
+	// provider says so. Errors: WRONG_STATE; PROVIDER_UNAVAILABLE and GUEST_UNREACHABLE for a RUNNING one of
+	// which nobody does.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	// Not built yet. RetainSandbox parks a sandbox past the end of a run, until a time.
 	RetainSandbox(context.Context, *RetainSandboxRequest) (*RetainSandboxResponse, error)

@@ -447,9 +447,11 @@ type HelloResponse struct {
 	// Operating system and architecture, as "linux/amd64".
 	Platform string `protobuf:"bytes,12,opt,name=platform,proto3" json:"platform,omitempty"`
 	// The generation it was booted with, or changed to since.
-	Generation    uint64 `protobuf:"varint,13,opt,name=generation,proto3" json:"generation,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Generation uint64 `protobuf:"varint,13,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Why no command can run in the default working directory, as it was at boot. Empty: one can.
+	WorkspaceError string `protobuf:"bytes,14,opt,name=workspace_error,json=workspaceError,proto3" json:"workspace_error,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *HelloResponse) Reset() {
@@ -571,6 +573,13 @@ func (x *HelloResponse) GetGeneration() uint64 {
 		return x.Generation
 	}
 	return 0
+}
+
+func (x *HelloResponse) GetWorkspaceError() string {
+	if x != nil {
+		return x.WorkspaceError
+	}
+	return ""
 }
 
 // Command is what to run, resolved by the broker.
@@ -4689,7 +4698,7 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\n" +
 	"machine_id\x18\x04 \x01(\tR\tmachineId\x12\x14\n" +
 	"\x05nonce\x18\x05 \x01(\fR\x05nonce\x12\x14\n" +
-	"\x05proof\x18\x06 \x01(\fR\x05proof\"\xa4\x03\n" +
+	"\x05proof\x18\x06 \x01(\fR\x05proof\"\xcd\x03\n" +
 	"\rHelloResponse\x12\x1a\n" +
 	"\bprotocol\x18\x01 \x01(\rR\bprotocol\x12\x14\n" +
 	"\x05build\x18\x02 \x01(\tR\x05build\x12\"\n" +
@@ -4707,7 +4716,8 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\bplatform\x18\f \x01(\tR\bplatform\x12\x1e\n" +
 	"\n" +
 	"generation\x18\r \x01(\x04R\n" +
-	"generation\"\xd6\x03\n" +
+	"generation\x12'\n" +
+	"\x0fworkspace_error\x18\x0e \x01(\tR\x0eworkspaceError\"\xd6\x03\n" +
 	"\aCommand\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x14\n" +
 	"\x05shell\x18\x02 \x01(\tR\x05shell\x12\x10\n" +
