@@ -724,7 +724,8 @@ type Outcome struct {
 	// As a shell would say it: the code; 128+signal; 124 timed out; 127 not found; 126 not
 	// executable. Absent while running and when lost.
 	ExitCode *int32 `protobuf:"varint,4,opt,name=exit_code,json=exitCode,proto3,oneof" json:"exit_code,omitempty"`
-	// Pids in the machine that outlived the kill.
+	// Pids in the machine that outlived the kill; with containment.weak also those that were spared because they
+	// may be the job's and may be another's.
 	Survivors []uint32 `protobuf:"varint,5,rep,packed,name=survivors,proto3" json:"survivors,omitempty"`
 	// A child still holds the output's pipe; what it writes is still spooled.
 	OutputStillOpen bool `protobuf:"varint,6,opt,name=output_still_open,json=outputStillOpen,proto3" json:"output_still_open,omitempty"`
