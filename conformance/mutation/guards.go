@@ -35,6 +35,7 @@ var Guards = []Guard{
 	{"input-offset", "input that is sent again is not taken again", "providers/guest", "TestInputIsTakenOnceAndInOrder", true},
 	{"sibling-containment", "the kill of a job spares its sibling", "providers/guest/contain", "TestATreeIsKilledWholeAndItsNeighbourIsNot", false},
 	{"signals-of-jobs", "the first process of a machine drops the signals that its jobs send", "providers/guest", "TestAsPID1ItSeesOnlyItsMachineReapsItsOrphansAndObeysNoJob", false},
+	{"stray-of-one-job", "an orphan without a mark is spared when it may be another job's", "providers/guest", "TestAnOrphanThatMayBeAnotherJobsIsSparedAndReported", false},
 	{"rerun-of-commit", "the writes of a change that failed are not committed with the others", "daemon/store", "TestFunctionsAreRunAgainWithoutTheOneThatFailed", false},
 	{"reserve", "on a full disk what ends something is written, and nothing else", "daemon/store", "TestOnAFullDiskWhatEndsSomethingIsWrittenAndNothingElse", false},
 	{"hello-proof", "a peer without the machine's token is not spoken to", "daemon/guestlink", "TestAPeerThatIsNotTheGuestIsNotSpokenTo", false},

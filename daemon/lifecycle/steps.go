@@ -205,6 +205,7 @@ func (s *Service) connect(ctx context.Context, op *recordv1.OperationRecord) err
 		}
 		record.BootId, record.GuestBuild, record.GuestProtocol = hello.GetBootId(), hello.GetBuild(), hello.GetProtocol()
 		record.GuestCapabilities = hello.GetCapabilities()
+		record.WeakContainment = machines.WeakContainment(hello)
 		sandbox, err := tx.Sandbox(op.GetSandboxId())
 		if err != nil || sandbox == nil {
 			return errors.Join(err, tx.PutMachine(record, "", ""))
@@ -267,6 +268,11 @@ func (s *Service) ready(ctx context.Context, op *recordv1.OperationRecord) error
 		for _, capability := range info.Capabilities {
 			sandbox.Capabilities = append(sandbox.Capabilities, string(capability))
 		}
+		containment := machines.ContainmentStrong
+		if record.GetWeakContainment() {
+			containment = machines.ContainmentWeak
+		}
+		sandbox.Capabilities = append(sandbox.Capabilities, containment)
 		return errors.Join(tx.PutSandbox(sandbox, "sandbox.running", ""), tx.DeleteOperation(op.GetId()))
 	})
 }

@@ -49,6 +49,21 @@ func (m *Service) Connect(ctx context.Context, record *recordv1.MachineRecord) (
 	}
 }
 
+// What Sandbox.capabilities says of how far the kill of a job reaches. The guest finds it out, not the provider.
+const (
+	ContainmentStrong = "containment.strong"
+	ContainmentWeak   = "containment.weak"
+)
+
+// WeakContainment says whether a process can escape the kill of its job in this guest's machine.
+func WeakContainment(hello *guestv1.HelloResponse) bool {
+	switch hello.GetContainment() {
+	case guestv1.Containment_CONTAINMENT_CGROUP, guestv1.Containment_CONTAINMENT_PID_NAMESPACE, guestv1.Containment_CONTAINMENT_SHIM:
+		return false
+	}
+	return true
+}
+
 // Reachable waits for a link to the guest of a machine that runs: right after a start of the broker
 // there is none yet, and the guest may have outcomes that nobody else has.
 func (m *Service) Reachable(ctx context.Context, record *recordv1.MachineRecord) bool {

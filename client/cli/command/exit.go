@@ -84,7 +84,11 @@ func (p *Program) ExitAs(job *berthv1.Job) error {
 		return fmt.Errorf("%s: the broker did not say how it ended: see `berth poll %s`", job.GetId(), job.GetId())
 	}
 	if words := present.SurvivorWords(outcome); words != "" {
-		p.PrintError(job.GetId(), "it left running: "+words+" (`berth stop "+job.GetId()+"` kills it)")
+		remedy := "`berth stop " + job.GetId() + "` kills it"
+		if len(outcome.GetSurvivors()) > 0 {
+			remedy = "its kill did not take them: they may be another job's, or cannot be killed; they end with the sandbox"
+		}
+		p.PrintError(job.GetId(), "it left running: "+words+" ("+remedy+")")
 	}
 	if code := present.ExitCode(outcome); code != 0 {
 		return &ExitError{Code: code}

@@ -750,7 +750,8 @@ type Outcome struct {
 	//
 	//	*Outcome_ExitCode
 	Exit isOutcome_Exit `protobuf_oneof:"exit"`
-	// Pids in the machine that outlived the kill.
+	// Pids in the machine that outlived the kill; with containment.weak also those that were spared because they
+	// may be the job's and may be another's.
 	Survivors []uint32 `protobuf:"varint,5,rep,packed,name=survivors,proto3" json:"survivors,omitempty"`
 	// A child still holds the output's pipe; what it writes is still spooled.
 	OutputStillOpen bool `protobuf:"varint,6,opt,name=output_still_open,json=outputStillOpen,proto3" json:"output_still_open,omitempty"`

@@ -1131,7 +1131,12 @@ type Sandbox struct {
 	DestroyTime *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=destroy_time,json=destroyTime,proto3" json:"destroy_time,omitempty"`
 	// Last call or job activity, to about 30 seconds.
 	LastActivityTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=last_activity_time,json=lastActivityTime,proto3" json:"last_activity_time,omitempty"`
-	// Capabilities that hold here, as in ListProviders.
+	// Capabilities that hold here, as in ListProviders, and one of containment.strong and containment.weak.
+	//
+	// containment.strong: the end of a job by its timeout or by StopJob takes every process that it started.
+	// containment.weak: what left the job's session, lost its parent and lost the job's marks (as through su on
+	// Debian 12 and older) goes with it only where it can be no other job's, since none had begun; else it runs on
+	// and is in Outcome.survivors. So it is where no cgroup2 directory can be made for a job.
 	Capabilities []string `protobuf:"bytes,17,rep,name=capabilities,proto3" json:"capabilities,omitempty"`
 	// Jobs that are not done, attached ones included.
 	OpenJobs uint32 `protobuf:"varint,18,opt,name=open_jobs,json=openJobs,proto3" json:"open_jobs,omitempty"`

@@ -103,6 +103,7 @@ func (s *strays) claim(p *stats, g *group) claim {
 		return certain
 	case own.phase != s.phase || p.started < own.begun:
 		return foreign
+	//mutation:stray-of-one-job case own.alone:
 	case own.alone && (own.until == 0 || p.started < own.until):
 		return last
 	case s.forking > 0 && p.started >= s.forkingSince:

@@ -48,14 +48,15 @@ const (
 	Containment_CONTAINMENT_PID_NAMESPACE Containment = 2
 	// A subreaper shim per job: nothing escapes.
 	Containment_CONTAINMENT_SHIM Containment = 3
-	// The process group and what still descends from the leader: a daemon that made its own session
-	// and lost its parent escapes until the machine is destroyed.
+	// The process group, what still descends from the leader, and what has the job's id in its environment. A
+	// daemon that left all of these goes too if it began before any other job did in a machine that was empty;
+	// else it is spared and reported (Outcome.survivors).
 	Containment_CONTAINMENT_PROCESS_GROUP Containment = 4
 	// A mark that every process of a job inherits (the soft limit RLIMIT_LOCKS, which Linux does not
 	// use), besides session, group and descent: it stays through fork, exec, setsid and a cleared
 	// environment, and a kill stops the whole tree before it takes it. It is lost where a program sets
-	// the limit anew: su and runuser through pam_limits, or on purpose. What lost it escapes if it also
-	// left the job's session and lost its parent before the kill.
+	// the limit anew: su and runuser through pam_limits, or on purpose. What lost it, left the job's session, lost
+	// its parent before the kill and shows no environment goes, or is spared, as under PROCESS_GROUP.
 	Containment_CONTAINMENT_TAG Containment = 5
 )
 

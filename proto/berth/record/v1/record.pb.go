@@ -497,8 +497,10 @@ type MachineRecord struct {
 	Spec *MachineSpec `protobuf:"bytes,16,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Its provider suspended it by stopping it: its processes are gone because that was asked for.
 	StoppedBySuspend bool `protobuf:"varint,17,opt,name=stopped_by_suspend,json=stoppedBySuspend,proto3" json:"stopped_by_suspend,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Its guest cannot hold every process of a job: Sandbox.capabilities has containment.weak.
+	WeakContainment bool `protobuf:"varint,18,opt,name=weak_containment,json=weakContainment,proto3" json:"weak_containment,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *MachineRecord) Reset() {
@@ -646,6 +648,13 @@ func (x *MachineRecord) GetSpec() *MachineSpec {
 func (x *MachineRecord) GetStoppedBySuspend() bool {
 	if x != nil {
 		return x.StoppedBySuspend
+	}
+	return false
+}
+
+func (x *MachineRecord) GetWeakContainment() bool {
+	if x != nil {
+		return x.WeakContainment
 	}
 	return false
 }
@@ -1443,7 +1452,7 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"\aoptions\x18\x05 \x03(\v2).berth.record.v1.MachineSpec.OptionsEntryR\aoptions\x1a:\n" +
 	"\fOptionsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf0\x04\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9b\x05\n" +
 	"\rMachineRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1a\n" +
 	"\bprovider\x18\x02 \x01(\tR\bprovider\x12\x1d\n" +
@@ -1467,7 +1476,8 @@ const file_berth_record_v1_record_proto_rawDesc = "" +
 	"createTime\x12\x12\n" +
 	"\x04pool\x18\x0f \x01(\tR\x04pool\x120\n" +
 	"\x04spec\x18\x10 \x01(\v2\x1c.berth.record.v1.MachineSpecR\x04spec\x12,\n" +
-	"\x12stopped_by_suspend\x18\x11 \x01(\bR\x10stoppedBySuspend\"\xa9\a\n" +
+	"\x12stopped_by_suspend\x18\x11 \x01(\bR\x10stoppedBySuspend\x12)\n" +
+	"\x10weak_containment\x18\x12 \x01(\bR\x0fweakContainment\"\xa9\a\n" +
 	"\tJobRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
