@@ -24,6 +24,7 @@ import (
 const (
 	cloneTimeout = time.Hour       // the largest repositories over a slow line
 	killGrace    = 5 * time.Second // git removes a half-made clone on TERM
+	trustTimeout = time.Minute     // one line into a file
 	wordsBytes   = 2 << 10         // of git's own words in an error
 	outputBytes  = 64 << 10        // git's output kept in the machine
 	// disconnectGrace is how long a clone goes on while the broker is away.
@@ -94,6 +95,12 @@ printf '%s' "$url $ref" > "$mark"
 rm -rf "$half"
 `
 
+// trustScript has every user of a machine's git work in its workspace, whoever owns that. Where git's
+// configuration cannot be written it changes nothing, and git says itself what it does not trust.
+const trustScript = `path=$(pwd -P)
+git config --system --get-all safe.directory 2>/dev/null | grep -qxF -- "$path" || git config --system --add safe.directory "$path"
+`
+
 // Preparer sets up workspaces.
 type Preparer struct {
 	Links *guestlink.Links
@@ -119,9 +126,34 @@ func (p Preparer) Prepare(ctx context.Context, sandbox *recordv1.SandboxRecord) 
 			return fmt.Errorf("clone %s: %w", repo.GetUrl(), err)
 		}
 		if !interrupted(response) || attempt == request.SetupAttempts {
-			return verdict(repo, response)
+			if err := verdict(repo, response); err != nil {
+				return err
+			}
+			return p.trust(ctx, sandbox, env)
 		}
 	}
+}
+
+// trust lets git work in the clone for root and for the users that jobs run as, where the machine's
+// configuration of git is its own. How it ends does not matter: the clone is there.
+func (p Preparer) trust(ctx context.Context, sandbox *recordv1.SandboxRecord, env map[string]string) error {
+	switch sandbox.GetIsolation() {
+	case berthv1.Isolation_ISOLATION_CONTAINER, berthv1.Isolation_ISOLATION_USER_KERNEL, berthv1.Isolation_ISOLATION_MICROVM:
+	default:
+		return nil // it is the host's
+	}
+	_, err := p.run(ctx, sandbox.GetMachineId(), &guestv1.RunRequest{Start: &guestv1.StartRequest{
+		JobId: request.SetupJobID(sandbox.GetId(), 0),
+		Command: &guestv1.Command{
+			Argv: []string{"/bin/sh", "-c", trustScript}, User: "0", Env: env, MergeStderr: true, OutputLimitBytes: outputBytes,
+			Timeout: durationpb.New(trustTimeout), KillGrace: durationpb.New(killGrace),
+		},
+		KillOnDisconnect: true, DisconnectGrace: durationpb.New(disconnectGrace),
+	}})
+	if err != nil {
+		return fmt.Errorf("have git trust the clone: %w", err)
+	}
+	return nil
 }
 
 func (p Preparer) run(ctx context.Context, machineID string, request *guestv1.RunRequest) (*guestv1.RunResponse, error) {

@@ -250,6 +250,37 @@ func TestARepositoryOfAnotherUserIsRefusedWithWhatHelps(t *testing.T) {
 	}
 }
 
+func TestGitTrustsAWorkspaceOfAnyUserWhereItsConfigurationIsTheMachines(t *testing.T) {
+	testenv.Root(t)
+	t.Parallel()
+	url, _ := repository(t)
+	const nobody = 65534
+	for isolation, trusted := range map[berthv1.Isolation]bool{berthv1.Isolation_ISOLATION_CONTAINER: true, berthv1.Isolation_ISOLATION_NAMESPACE: false} {
+		system := filepath.Join(t.TempDir(), "gitconfig") // stands where /etc/gitconfig does
+		m := boot(t)
+		m.Environment = func(*recordv1.SandboxRecord) (map[string]string, error) {
+			return map[string]string{"GIT_CONFIG_SYSTEM": system}, nil
+		}
+		sandbox := m.sandbox(&berthv1.Repo{Url: url})
+		sandbox.Isolation = isolation
+		for range 2 { // again after a crash
+			must(t, m.Prepare(m.ctx, sandbox))
+		}
+		must(t, filepath.WalkDir(m.workspace, func(path string, _ os.DirEntry, err error) error {
+			return errors.Join(err, os.Lchown(path, nobody, nobody))
+		}))
+		status := exec.Command("git", "-C", m.workspace, "status", "--porcelain")
+		status.Env = append(os.Environ(), "GIT_CONFIG_SYSTEM="+system)
+		if out, err := status.CombinedOutput(); (err == nil) != trusted {
+			t.Errorf("%s: git status as root: %s (%v)", isolation, out, err)
+		}
+		written, err := os.ReadFile(system)
+		if trusted && strings.Count(string(written), m.workspace) != 1 || !trusted && !os.IsNotExist(err) {
+			t.Errorf("%s: the configuration is %q (%v)", isolation, written, err)
+		}
+	}
+}
+
 func TestAPreparationThatIsBegunAgainDoesNothingTwice(t *testing.T) {
 	t.Parallel()
 	url, _ := repository(t)
