@@ -271,6 +271,9 @@ func (l lines) next(t *testing.T) string {
 // want reads up to a line.
 func (l lines) want(t *testing.T, line string) {
 	t.Helper()
-	for l.next(t) != line {
+	for {
+		if l.next(t) == line {
+			return
+		}
 	}
 }
