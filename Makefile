@@ -43,10 +43,12 @@ gotestsum = $(GOTESTSUM) --format $(1) --format-icons text --jsonfile bin/tests-
 TEST = $(call gotestsum,pkgname-and-test-fails)
 TEST_VERBOSE = $(call gotestsum,standard-verbose) -count=1
 
+# How long one package may take.
+TIMEOUT ?= 24m
 .PHONY: test
 test: $(GOTESTSUM) ## vet and test everything; what was skipped is listed at the end with its reason
 	go vet ./...
-	$(TEST) -timeout 24m ./...
+	$(TEST) -timeout $(TIMEOUT) ./...
 
 .PHONY: race
 race: $(GOTESTSUM) ## the packages' tests under the race detector (needs a C compiler; the suites run built programs)
@@ -83,27 +85,33 @@ byzantine: $(GOTESTSUM) ## have guests lie to a broker in every way there is
 
 # The image is made anew for each run and removed after it.
 IMAGE := berth-conformance:$(shell date +%s)
+# What is run on docker: the API suite, by either way to reach a guest, a crash at every failpoint, and random
+# kills, DOCKER_N of them.
+ON_DOCKER ?= docker docker-bridge crash robust
+DOCKER_N ?= 10
 .PHONY: conformance
-conformance: $(GOTESTSUM) ## the API suite, and on docker the crashes and random kills, on every other provider that is here (docker needs an engine and debootstrap)
-	BERTH_PROVIDER=local-plain $(TEST) -count=1 -timeout 20m ./conformance/api
+conformance: $(GOTESTSUM) ## the API suite on every other provider that is here, and on docker crashes and random kills (docker needs an engine and debootstrap)
+	BERTH_PROVIDER=local-plain $(TEST) -count=1 -timeout 40m ./conformance/api
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
 	conformance/image.sh $(IMAGE) && status=0; \
 	export BERTH_DOCKER_IMAGE=$(IMAGE); \
-	for provider in docker docker-bridge; do \
-		echo "on $$provider:"; \
-		BERTH_PROVIDER=$$provider $(TEST) -count=1 -timeout 20m ./conformance/api || status=1; \
+	for suite in $(ON_DOCKER); do \
+		echo "on docker: $$suite"; \
+		case $$suite in \
+		docker*) BERTH_PROVIDER=$$suite $(TEST) -count=1 -timeout 40m ./conformance/api ;; \
+		crash) BERTH_RUN=crash BERTH_PROVIDER=docker $(TEST) -count=1 -timeout 40m ./conformance/crash ;; \
+		robust) $(MAKE) robust N=$(DOCKER_N) PROVIDERS=docker ;; \
+		esac || status=1; \
 	done; \
-	echo "on docker, with a crash at every failpoint:"; \
-	BERTH_RUN=crash BERTH_PROVIDER=docker $(TEST) -count=1 -timeout 40m ./conformance/crash || status=1; \
-	echo "on docker, with random kills:"; \
-	$(MAKE) robust N=$(DOCKER_N) PROVIDERS=docker || status=1; \
 	docker image rm -f $(IMAGE) >/dev/null; exit $$status
 
 # What is slow and rarely fails is run before an issue is resolved, at the commit that resolves it.
-DOCKER_N ?= 10
 .PHONY: night
-night: ## what CI has no time for: every mutation, every lie, 300 random kills a provider, 20,000 jobs (hours)
+night: export BERTH_RUN = night
+night: export TIMEOUT = 3h
+night: ## what CI has no time for: tests of full size, every mutation, every lie, 300 random kills a provider, 20,000 jobs (hours)
+	$(MAKE) test
 	$(MAKE) mutation
 	$(MAKE) byzantine
 	$(MAKE) hostfaults JOBS=20000

@@ -60,11 +60,11 @@ func (c *command) exit(code int32) {
 	c.change(func() {
 		stats := func(stream berthv1.Stream) *berthv1.OutputStats {
 			total := uint64(len(c.output[stream]))
-			return &berthv1.OutputStats{TotalBytes: total, EndAtExit: &total, Sealed: true}
+			return &berthv1.OutputStats{TotalBytes: total, Exit: &berthv1.OutputStats_EndAtExit{EndAtExit: total}, Sealed: true}
 		}
 		c.job = &berthv1.Job{
 			Id: c.id, SandboxId: "sb_1", State: berthv1.JobState_JOB_STATE_DONE, Spec: c.spec,
-			Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: &code},
+			Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: code}},
 			Stdout:  stats(berthv1.Stream_STREAM_STDOUT), Stderr: stats(berthv1.Stream_STREAM_STDERR),
 		}
 	})

@@ -276,7 +276,7 @@ func TestAStayEnds(t *testing.T) {
 			}},
 		{"with what is missing, when the broker sends less than there is", func(_ *broker, c *command) {
 			c.exit(0)
-			c.change(func() { c.job.Stdout.EndAtExit = new(uint64(5)) })
+			c.change(func() { c.job.Stdout.Exit = &berthv1.OutputStats_EndAtExit{EndAtExit: 5} })
 		}, client.ExecIO{}, func(err error) bool {
 			return err != nil && strings.Contains(err.Error(), "sent its stdout up to byte 0 only, of 5")
 		}},

@@ -17,7 +17,7 @@ import (
 func done(code int32) *berthv1.Job {
 	return &berthv1.Job{
 		Id: "job_1", SandboxId: "sb_1", State: berthv1.JobState_JOB_STATE_DONE,
-		Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: &code},
+		Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: code}},
 	}
 }
 

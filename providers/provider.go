@@ -61,6 +61,13 @@ type MachineSpec struct {
 	FromSnapshot string
 }
 
+// The least that a machine may be limited to: its guest grows to 24 MiB with buffers that are full, and has some
+// 17 threads. With less it dies, or there is no room for a command.
+const (
+	MinMemoryBytes = 32 << 20
+	MinPIDs        = 32
+)
+
 // Resources are limits; zero is the provider's default.
 type Resources struct {
 	CPUs        float64
@@ -160,6 +167,7 @@ const (
 	CapSnapshot        Capability = "snapshot.filesystem" // Snapshotter
 	CapMemorySnapshot  Capability = "snapshot.memory"     // MemorySnapshotter
 	CapFork            Capability = "fork"                // Forker
+	CapNetworkIsolated Capability = "network.isolated"    // nothing asks for it: machines cannot reach one another
 )
 
 // Describe returns a line for people about each capability.
@@ -178,6 +186,7 @@ func (c Capability) Describe() string {
 		CapSnapshot:        "a machine's file system can be snapshotted",
 		CapMemorySnapshot:  "a machine's memory can be snapshotted",
 		CapFork:            "a machine can be forked",
+		CapNetworkIsolated: "machines cannot reach one another over the network",
 	}[c]
 }
 

@@ -16,7 +16,7 @@ if [ "$failed" -eq 0 ] && [ "$passed" -eq 0 ]; then
 	echo "no test ran" >&2
 	exit 1
 fi
-if [ -n "${BERTH_RUN:-}" ] && grep -E 'testing: warning: no tests to run|\[no test files\]' "$events" >&2; then
+if [ -n "${BERTH_RUN:-}" ] && [ "$BERTH_RUN" != night ] && grep -E 'testing: warning: no tests to run|\[no test files\]' "$events" >&2; then
 	echo "a package of $BERTH_RUN ran no test" >&2
 	exit 1
 fi

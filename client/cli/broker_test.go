@@ -189,7 +189,7 @@ func ledgerJobs() []*berthv1.Job {
 
 func exited(code int32) *berthv1.Outcome {
 	return &berthv1.Outcome{
-		Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: &code,
+		Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: code},
 		WaitStatus: &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}},
 	}
 }
@@ -344,18 +344,18 @@ func (b *fakeBroker) runnable(id string) error {
 var outcomes = map[string]*berthv1.Outcome{
 	"true": exited(0), "fail": exited(42), "big": exited(0), "cat": exited(0), "bytes": exited(0),
 	"crash": {
-		Cause: berthv1.Cause_CAUSE_SIGNALED, ExitCode: proto.Int32(139),
+		Cause: berthv1.Cause_CAUSE_SIGNALED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 139},
 		WaitStatus: &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Signal{Signal: 11}},
 	},
-	"slow": {Cause: berthv1.Cause_CAUSE_TIMED_OUT, ExitCode: proto.Int32(124)},
-	"oom":  {Cause: berthv1.Cause_CAUSE_OOM_KILLED, ExitCode: proto.Int32(137), Reason: "the machine's limit is 64 MiB"},
+	"slow": {Cause: berthv1.Cause_CAUSE_TIMED_OUT, Exit: &berthv1.Outcome_ExitCode{ExitCode: 124}},
+	"oom":  {Cause: berthv1.Cause_CAUSE_OOM_KILLED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 137}, Reason: "the machine's limit is 64 MiB"},
 	"nosuch": {
-		Cause: berthv1.Cause_CAUSE_FAILED_TO_START, ExitCode: proto.Int32(127), Reason: `not_found: no program "nosuch" in PATH`,
+		Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Exit: &berthv1.Outcome_ExitCode{ExitCode: 127}, Reason: `not_found: no program "nosuch" in PATH`,
 	},
 	"expired": {Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: "expired: the broker was away for 2m"},
 	"lost":    {Cause: berthv1.Cause_CAUSE_LOST, Reason: "machine_gone: the container was removed"},
-	"killed":  {Cause: berthv1.Cause_CAUSE_STOPPED, ExitCode: proto.Int32(143), Reason: "stop_requested: by StopJob"},
-	"daemon":  {Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(0), Survivors: []uint32{17, 19}, OutputStillOpen: true},
+	"killed":  {Cause: berthv1.Cause_CAUSE_STOPPED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 143}, Reason: "stop_requested: by StopJob"},
+	"daemon":  {Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 0}, Survivors: []uint32{17, 19}, OutputStillOpen: true},
 }
 
 func (b *fakeBroker) newJob(sandboxID string, spec *berthv1.JobSpec) *berthv1.Job {
@@ -597,7 +597,7 @@ func (b *fakeBroker) SignalJob(_ context.Context, r *berthv1.SignalJobRequest) (
 		b.live.signals = append(b.live.signals, r.GetSignal())
 		if commandOf(b.live.spec) == "hang" {
 			b.endLive(&berthv1.Outcome{
-				Cause: berthv1.Cause_CAUSE_SIGNALED, ExitCode: proto.Int32(128 + int32(r.GetSignal())),
+				Cause: berthv1.Cause_CAUSE_SIGNALED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 128 + int32(r.GetSignal())},
 				WaitStatus: &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Signal{Signal: r.GetSignal()}},
 			})
 		}

@@ -692,7 +692,7 @@ func TestOutputThatWasNotKeptIsSaidToBe(t *testing.T) {
 	b.change(func() {
 		for _, job := range b.jobs {
 			if job.GetId() == jobBytes {
-				job.Spec.KeepOutput = proto.Bool(false)
+				job.Spec.Keep = &berthv1.JobSpec_KeepOutput{KeepOutput: false}
 				job.Stdout = &berthv1.OutputStats{TotalBytes: 38, DroppedBytes: 38, Sealed: true}
 			}
 		}

@@ -234,7 +234,7 @@ func (f *follower) reachedEnd(reply *berthv1.ReadJobOutputResponse) bool {
 		return true
 	}
 	stats := reply.GetStats()
-	return f.extent == UntilDone && stats != nil && stats.EndAtExit != nil && f.offset >= stats.GetEndAtExit()
+	return f.extent == UntilDone && stats != nil && stats.Exit != nil && f.offset >= stats.GetEndAtExit()
 }
 
 // jobIsOver decides about a stream that is not sealed and has no byte now: a job that is DONE and

@@ -117,7 +117,7 @@ func (w *harness) restart(t *testing.T) {
 func wantExit(t *testing.T, job *berthv1.Job, code int32) {
 	t.Helper()
 	outcome := job.GetOutcome()
-	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.ExitCode == nil || outcome.GetExitCode() != code {
+	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.Exit == nil || outcome.GetExitCode() != code {
 		t.Fatalf("job %s ended as %v, want exit code %d", job.GetId(), outcome, code)
 	}
 }
@@ -309,6 +309,8 @@ func TestBadInputIsRefusedInWordsThatNameTheField(t *testing.T) {
 		"egress to some hosts":         {&berthv1.SandboxSpec{Egress: &berthv1.Egress{Mode: berthv1.Egress_MODE_ALLOW_LIST, AllowHosts: []string{"x.invalid"}}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "egress"},
 		"an image":                     {&berthv1.SandboxSpec{Image: "debian"}, berthv1.Reason_REASON_CAPABILITY_MISSING, "spec.image"},
 		"memory":                       {&berthv1.SandboxSpec{Resources: &berthv1.Resources{MemoryBytes: 1 << 30}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "memory_bytes"},
+		"less memory than a guest has": {&berthv1.SandboxSpec{Resources: &berthv1.Resources{MemoryBytes: 6 << 20}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.resources.memory_bytes: 6291456 bytes are too little for a machine and its guest: give at least 33554432 (32 MiB)"},
+		"one process":                  {&berthv1.SandboxSpec{Resources: &berthv1.Resources{Pids: 1}}, berthv1.Reason_REASON_INVALID_FIELD, "spec.resources.pids: 1 are too few for a machine and its guest: give at least 32"},
 		"no egress":                    {&berthv1.SandboxSpec{Egress: &berthv1.Egress{Mode: berthv1.Egress_MODE_NONE}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "spec.egress"},
 		"a workspace of one's own":     {&berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Path: "/x"}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "workspace.path"},
 		"an unknown option":            {&berthv1.SandboxSpec{ProviderOptions: map[string]string{"x": "y"}}, berthv1.Reason_REASON_CAPABILITY_MISSING, "provider_options"},

@@ -66,7 +66,7 @@ func (e ending) check(t *testing.T, how string, job *berthv1.Job, stdout, stderr
 		status = proto.CloneOf(status)
 		status.CoreDumped = false // as the host is set up
 	}
-	if job.GetState() != berthv1.JobState_JOB_STATE_DONE || outcome.GetCause() != e.cause || outcome.ExitCode == nil ||
+	if job.GetState() != berthv1.JobState_JOB_STATE_DONE || outcome.GetCause() != e.cause || outcome.Exit == nil ||
 		outcome.GetExitCode() != e.code || !proto.Equal(status, e.status) || !strings.HasPrefix(outcome.GetReason(), e.reason) {
 		t.Errorf("%s: it is %s and ended as %v, want %s, code %d, status %v, reason %q", how, job.GetState(), outcome, e.cause, e.code, e.status, e.reason)
 	}

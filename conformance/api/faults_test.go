@@ -252,7 +252,7 @@ func TestADeadGuestIsToldAndTheSandboxCanBeResumed(t *testing.T) {
 		t.Fatalf("resumed: %v, %v; want generation 2", resumed, err)
 	}
 	wantExit(t, w.wait(t, before), 7)
-	if outcome := w.wait(t, within).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+	if outcome := w.wait(t, within).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.Exit != nil {
 		t.Errorf("a job whose guest was killed ended as %v, want LOST without a code", outcome)
 	}
 	if got := w.run(t, sandbox, "cat file").GetStdout().GetText(); got != "kept\n" {

@@ -62,7 +62,7 @@ func (w *harness) docker(t *testing.T, args ...string) {
 func (w *harness) guests() []int {
 	var pids []int
 	for pid, command := range w.Processes() {
-		if strings.Contains(command, "berth-guest serve") {
+		if strings.Contains(command, "berth-guest init") {
 			pids = append(pids, pid)
 		}
 	}

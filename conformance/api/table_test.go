@@ -109,8 +109,8 @@ var table = []row{
 	{"leaves a child that is silent", silentDaemon},
 	{"hides its children, and goes with all of them at its timeout", hiding},
 	{"hides its children, and goes with all of them when it is stopped", stoppedHiding},
-	{"is a storm of a thousand forks", forkStorm},
-	{"leaves ten thousand orphans and no zombie", orphans},
+	{"is a storm of forks", forkStorm},
+	{"leaves thousands of orphans and no zombie", orphans},
 }
 
 // weighty are the rows in which the memory of broker and guest is measured, so each is alone.

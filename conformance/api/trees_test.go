@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -118,7 +119,7 @@ func stoppedHiding(t *testing.T, g *ground) {
 }
 
 func forkStorm(t *testing.T, g *ground) {
-	const size = 1000
+	size := testenv.Size(1000, 200)
 	// Each is in a process group of its own and stops itself whenever it is continued, as the kernel does
 	// when its parent is gone, so that nothing but KILL ends it; there are more of them while they are
 	// killed. All bear the script, and so the marker, as their command line.
@@ -143,7 +144,7 @@ func forkStorm(t *testing.T, g *ground) {
 
 func orphans(t *testing.T, g *ground) {
 	// Each child has a child, and leaves without it.
-	job, out, errs := g.attached(t, g.sandbox, shell("for i in $(seq 10000); do (: &); done; echo made"), nil)
+	job, out, errs := g.attached(t, g.sandbox, shell(fmt.Sprintf("for i in $(seq %d); do (: &); done; echo made", testenv.Size(10_000, 1000))), nil)
 	wantExit(t, job, 0)
 	if out != "made\n" {
 		t.Fatalf("they were not made: %q, %q", out, errs)

@@ -1,6 +1,7 @@
 package byzantine
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -74,7 +75,7 @@ func both(field string, value any) map[string]any {
 	return map[string]any{"stdout." + field: value, "stderr." + field: value}
 }
 
-func withoutCode(outcome *berthv1.Outcome) bool { return outcome.ExitCode == nil }
+func withoutCode(outcome *berthv1.Outcome) bool { return outcome.Exit == nil }
 
 const nobodysJob = "job_00000000000000000000000000"
 
@@ -164,7 +165,7 @@ var replies = []row{
 
 // anew has a connection broken once, so that the guest says Hello again.
 func anew(rule faultproxy.Rule) []faultproxy.Rule {
-	rule.Call, rule.Times = "Hello", 2
+	rule.Call, rule.Times = cmp.Or(rule.Call, "Hello"), 2
 	return []faultproxy.Rule{rule, {Call: "List", Kind: faultproxy.CutMidway, Times: 1}, {Call: "Run", Kind: faultproxy.CutMidway, Times: 1}, {Call: "Wait", Kind: faultproxy.CutMidway, Times: 1}}
 }
 
@@ -182,6 +183,8 @@ var hellos = []row{
 	{name: "another boot", rules: hello("boot_id", "another")},
 	{name: "another generation from the start", rules: hello("generation", uint64(math.MaxUint64))},
 	{name: "capabilities without end", rules: anew(faultproxy.Rule{Kind: faultproxy.Repeat, Fields: fields("capabilities", 1_000_000)}), log: "cannot reach guest"},
+	{name: "a challenge that is none", rules: anew(faultproxy.Rule{Call: "Challenge", Kind: faultproxy.Set, Fields: fields("nonce", "")}), log: "challenge has 0 bytes"},
+	{name: "a challenge that never comes", rules: anew(faultproxy.Rule{Call: "Challenge", Kind: faultproxy.Silent})},
 	{name: "a hello that never comes", rules: anew(faultproxy.Rule{Kind: faultproxy.Silent})},
 	{name: "a hello that is nonsense", rules: anew(faultproxy.Rule{Kind: faultproxy.Nonsense, Count: 100_000})},
 }
@@ -290,7 +293,7 @@ func TestMachinesWhoseGuestsSayNoHelloHoldUpNoOthersAtBoot(t *testing.T) {
 	}
 	for i, rule := range []faultproxy.Rule{
 		{Call: "Hello", Kind: faultproxy.Silent}, {Call: "Hello", Kind: faultproxy.Nonsense, Count: 1 << 20},
-		{Call: "Hello", Kind: faultproxy.CutMidway}, {Call: "List", Kind: faultproxy.Silent},
+		{Call: "Challenge", Kind: faultproxy.Silent}, {Call: "List", Kind: faultproxy.Silent},
 	} {
 		w.setRules(t, sandboxes[i].GetMachineId(), rule)
 	}

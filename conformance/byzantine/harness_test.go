@@ -199,10 +199,10 @@ func (h *observed) job(job *berthv1.Job) {
 			h.t.Errorf("job %s ended as %v", job.GetId(), outcome)
 		}
 	case outcome.GetCause() == berthv1.Cause_CAUSE_LOST, outcome.GetCause() == berthv1.Cause_CAUSE_STOPPED:
-		if outcome.GetCause() == berthv1.Cause_CAUSE_LOST && outcome.ExitCode != nil {
+		if outcome.GetCause() == berthv1.Cause_CAUSE_LOST && outcome.Exit != nil {
 			h.t.Errorf("job %s is lost and has a code: %v", job.GetId(), outcome)
 		}
-	case outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.ExitCode == nil || outcome.GetExitCode() != trueCode:
+	case outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.Exit == nil || outcome.GetExitCode() != trueCode:
 		h.t.Errorf("job %s ended as %v", job.GetId(), outcome)
 	}
 }

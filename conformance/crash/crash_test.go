@@ -347,7 +347,7 @@ func (s *story) wait(sandbox, id string) {
 	outcome := job.GetOutcome()
 	switch {
 	case s.inGuest && outcome.GetCause() == berthv1.Cause_CAUSE_LOST:
-		if outcome.ExitCode != nil {
+		if outcome.Exit != nil {
 			s.t.Errorf("a lost job has the exit code %d", outcome.GetExitCode())
 		}
 		return

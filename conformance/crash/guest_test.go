@@ -42,7 +42,7 @@ func explosiveGuestOfOneFile(t *testing.T, guest, term string) string {
 	const lines = 5
 	script := fmt.Sprintf(`#!/bin/sh
 [ -x /guest ] || { tail -n +%d "$0" >/guest.$$ && chmod 0755 /guest.$$ && mv /guest.$$ /guest; }
-if [ "$1" = serve ] && mkdir /fuse 2>/dev/null; then export %s='%s'; fi
+if [ "$1" = init ] && mkdir /fuse 2>/dev/null; then export %s='%s'; fi
 exec /guest "$@"
 exit
 `, lines+1, failpoint.EnvironmentVariable, term)

@@ -167,7 +167,7 @@ func TestAHostThatRebootsLeavesSandboxesThatResume(t *testing.T) {
 	}
 	w.wantExit(t, ended, 4)
 	lost, err := w.WaitJob(w.ctx, running)
-	if err != nil || lost.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || lost.GetOutcome().ExitCode != nil {
+	if err != nil || lost.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || lost.GetOutcome().Exit != nil {
 		t.Errorf("the job that ran at the reboot ended as %v (%v)", lost.GetOutcome(), err)
 	}
 	if ran := w.run(t, sandbox, "cat kept"); string(ran.GetStdout().GetHead()) != "kept\n" {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/client"
 	"github.com/berth-sandbox/berth/conformance/fixture"
@@ -94,7 +95,7 @@ func onDisk(t *testing.T, bytes int) (*harness, disk) {
 
 const (
 	noSpace   = "no space left on device"
-	diskBytes = 48 << 20    // a ledger, three machines, and what a few jobs write
+	diskBytes = 48 << 20    // a ledger and its reserve, some machines, and what a few jobs write
 	refusedIn = time.Minute // a call on a full disk is refused; it does not hang
 )
 
@@ -122,7 +123,7 @@ func (w *harness) refusedWhileFull(t *testing.T, doing string, call func(ctx con
 func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 	t.Parallel()
 	w, d := onDisk(t, diskBytes)
-	sandbox, doomed := w.create(t), w.create(t)
+	sandbox, doomed, idle := w.create(t), w.create(t), w.create(t)
 	type promise struct {
 		job, output string
 		code        int32
@@ -163,13 +164,19 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 		_, err := w.impatient.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
 		return err
 	})
-	w.refusedWhileFull(t, "DestroySandbox", func(ctx context.Context, _ int) error {
-		_, err := w.impatient.Sandboxes().DestroySandbox(ctx, &berthv1.DestroySandboxRequest{SandboxId: doomed})
-		return err
-	})
-	// StopJob is told to the guest first: it may stop, and then cannot be written down.
-	w.refusedWhileFull(t, "StopJob", func(ctx context.Context, _ int) error {
-		_, err := w.impatient.Jobs().StopJob(ctx, &berthv1.StopJobRequest{JobId: endless})
+	// What ends something is done. What it frees is taken at once.
+	stop := &berthv1.StopJobRequest{RequestId: "stop-on-full", JobId: endless}
+	if stopped, err := w.impatient.Jobs().StopJob(w.ctx, stop); err != nil || stopped.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
+		t.Errorf("StopJob on a full disk: %v (%v)", stopped.GetJob().GetOutcome(), err)
+	}
+	d.fill(t)
+	if gone, err := w.impatient.Sandboxes().DestroySandbox(w.ctx, &berthv1.DestroySandboxRequest{SandboxId: doomed}); err != nil ||
+		gone.GetSandbox().GetState() != berthv1.SandboxState_SANDBOX_STATE_DESTROYED {
+		t.Errorf("DestroySandbox on a full disk: %v (%v)", gone.GetSandbox().GetState(), err)
+	}
+	d.fill(t)
+	w.refusedWhileFull(t, "CreateSandbox after what freed some space", func(ctx context.Context, _ int) error {
+		_, err := w.impatient.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
 		return err
 	})
 
@@ -208,9 +215,8 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 	for _, job := range ran {
 		w.wantExit(t, job, 9)
 	}
-	stopped, err := w.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{JobId: endless})
-	if err != nil || stopped.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
-		t.Errorf("the endless job is %v (%v)", stopped.GetJob().GetOutcome(), err)
+	if stopped, err := w.Jobs().StopJob(w.ctx, stop); err != nil || stopped.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
+		t.Errorf("the stopped job is %v (%v)", stopped.GetJob().GetOutcome(), err)
 	}
 	w.wantExit(t, w.begin(t, sandbox, "exit 4"), 4)
 	another := w.create(t)
@@ -226,7 +232,7 @@ func TestAFullDiskRefusesWritesServesReadsAndLosesNothing(t *testing.T) {
 	for _, job := range ran {
 		w.wantExit(t, job, 9)
 	}
-	for _, id := range []string{sandbox, doomed, another} {
+	for _, id := range []string{sandbox, doomed, idle, another} {
 		w.destroy(t, id)
 	}
 	w.quiet(t)
@@ -267,6 +273,46 @@ func (w *harness) wantHonest(t *testing.T, job *berthv1.Job, wrote string) {
 	data, gaps, err := w.ReadAllOutput(w.ctx, job.GetId(), berthv1.Stream_STREAM_STDOUT)
 	if err != nil || uint64(len(data))+stats.GetDroppedBytes() != uint64(len(wrote)) || !strings.Contains(wrote, string(data)) {
 		t.Errorf("job %s wrote %d bytes: %d are kept, %d dropped (gaps %v, %v)", job.GetId(), len(wrote), len(data), stats.GetDroppedBytes(), gaps, err)
+	}
+}
+
+func TestWhatFillsTheDiskCanBeStoppedAndRemoved(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ name, command string }{
+		{"a job that ends when it is told to", "while :; do cat /dev/zero >>full; sleep 0.01; done"},
+		{"a job that has to be killed", "trap '' TERM; while :; do cat /dev/zero >>full; sleep 0.01; done"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			w, d := onDisk(t, diskBytes)
+			sandbox := w.create(t)
+			culprit := w.begin(t, sandbox, test.command)
+			eventually(t, "the job has filled the disk", func() error {
+				var stat syscall.Statfs_t
+				if err := syscall.Statfs(d.dir, &stat); err != nil {
+					return err
+				}
+				if stat.Bavail > 0 {
+					return fmt.Errorf("%d blocks are free", stat.Bavail)
+				}
+				return nil
+			})
+			w.refusedWhileFull(t, "CreateSandbox", func(ctx context.Context, _ int) error {
+				_, err := w.impatient.Sandboxes().CreateSandbox(ctx, &berthv1.CreateSandboxRequest{})
+				return err
+			})
+			stopped, err := w.impatient.Jobs().StopJob(w.ctx, &berthv1.StopJobRequest{
+				RequestId: "stop", JobId: culprit, Grace: durationpb.New(time.Second),
+			})
+			if err != nil || stopped.GetJob().GetOutcome().GetCause() != berthv1.Cause_CAUSE_STOPPED {
+				t.Errorf("stopping what fills the disk: %v (%v)", stopped.GetJob().GetOutcome(), err)
+			}
+			d.fill(t)
+			w.destroy(t, sandbox)
+			d.free(t)
+			w.destroy(t, w.create(t))
+			w.quiet(t)
+		})
 	}
 }
 

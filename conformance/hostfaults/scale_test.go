@@ -15,7 +15,6 @@ import (
 	"time"
 
 	bolt "go.etcd.io/bbolt"
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/berth-sandbox/berth/client"
@@ -90,7 +89,7 @@ func writeLedger(t *testing.T, dir string) {
 					Id: request.NewID("job"), Namespace: "default", SandboxId: sandbox.GetId(), MachineId: sandbox.GetMachineId(), Generation: 1,
 					State: berthv1.JobState_JOB_STATE_DONE, Detached: true, KeepOutput: true, CreateTime: now, StartTime: now, EndTime: now, DoneTime: now,
 					Spec:    &berthv1.JobSpec{Argv: []string{"make", "test", strconv.Itoa(i)}},
-					Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(int32(i % 256))},
+					Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: int32(i % 256)}},
 					Stdout:  &berthv1.OutputStats{Sealed: true}, Stderr: &berthv1.OutputStats{Sealed: true},
 				}
 				if err := tx.PutJob(job, "job.done", "EXITED"); err != nil {
@@ -371,7 +370,7 @@ func (w *harness) runMany(t *testing.T, sandbox string, of int) {
 					return
 				}
 				done, err := w.WaitJob(w.ctx, reply.GetJob().GetId())
-				if err != nil || done.GetOutcome().ExitCode == nil || done.GetOutcome().GetExitCode() != 0 {
+				if err != nil || done.GetOutcome().Exit == nil || done.GetOutcome().GetExitCode() != 0 {
 					t.Errorf("job %d ended as %v (%v)", i, done.GetOutcome(), err)
 				}
 			}

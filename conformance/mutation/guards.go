@@ -34,6 +34,8 @@ var Guards = []Guard{
 	{"busy-outlet", "a byte between the pipe and the spool is no silence", "providers/guest/stdio", "TestAByteOnItsWayIsNoSilence", false},
 	{"input-offset", "input that is sent again is not taken again", "providers/guest", "TestInputIsTakenOnceAndInOrder", true},
 	{"sibling-containment", "the kill of a job spares its sibling", "providers/guest/contain", "TestATreeIsKilledWholeAndItsNeighbourIsNot", false},
+	{"signals-of-jobs", "the first process of a machine drops the signals that its jobs send", "providers/guest", "TestAsPID1ItSeesOnlyItsMachineReapsItsOrphansAndObeysNoJob", false},
 	{"rerun-of-commit", "the writes of a change that failed are not committed with the others", "daemon/store", "TestFunctionsAreRunAgainWithoutTheOneThatFailed", false},
+	{"reserve", "on a full disk what ends something is written, and nothing else", "daemon/store", "TestOnAFullDiskWhatEndsSomethingIsWrittenAndNothingElse", false},
 	{"hello-proof", "a peer without the machine's token is not spoken to", "daemon/guestlink", "TestAPeerThatIsNotTheGuestIsNotSpokenTo", false},
 }

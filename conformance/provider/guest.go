@@ -92,10 +92,15 @@ func greet(ctx context.Context, t testing.TB, stream net.Conn, spec providers.Ma
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
 	nonce := bytes.Repeat([]byte("n"), 32)
+	challenge, err := g.Challenge(ctx, &guestv1.ChallengeRequest{})
+	if err != nil {
+		_ = stream.Close() // also where the client never took it
+		return nil, errors.Join(err, conn.Close())
+	}
 	g.Hello, err = g.GuestServiceClient.Hello(ctx, &guestv1.HelloRequest{
-		Protocol: 1, Build: "test", MachineId: spec.MachineID, Nonce: nonce, Proof: proof(spec.Token, "berth broker", nonce),
+		Protocol: 1, Build: "test", MachineId: spec.MachineID, Nonce: nonce, Proof: proof(spec.Token, "berth broker", nonce, challenge.GetNonce()),
 	})
-	if err == nil && !hmac.Equal(g.Hello.GetProof(), proof(spec.Token, "berth guest", nonce)) {
+	if err == nil && !hmac.Equal(g.Hello.GetProof(), proof(spec.Token, "berth guest", nonce, challenge.GetNonce())) {
 		err = errors.New("who answered does not know the token")
 	}
 	if err != nil {
@@ -106,10 +111,11 @@ func greet(ctx context.Context, t testing.TB, stream net.Conn, spec providers.Ma
 	return g, nil
 }
 
-func proof(token []byte, who string, nonce []byte) []byte {
+func proof(token []byte, who string, broker, guest []byte) []byte {
 	mac := hmac.New(sha256.New, token)
 	mac.Write([]byte(who))
-	mac.Write(nonce)
+	mac.Write(broker)
+	mac.Write(guest)
 	return mac.Sum(nil)
 }
 

@@ -57,6 +57,9 @@ type Place struct {
 	// while it creates or destroys a machine. It reports false when the call ended without coming there.
 	Failpoints []string
 	Crash      func(t testing.TB, call Call, spec providers.MachineSpec, failpoint string) bool
+	// Slow is a place whose machines take seconds to boot: but for `make night`, what comes after a crash is
+	// either a create or a destroy there, not one and then the other.
+	Slow bool
 }
 
 // Call is what a broker that is to crash does.

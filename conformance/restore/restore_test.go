@@ -93,7 +93,7 @@ func (w *harness) wantExit(job, name string, code int32) {
 func (w *harness) wantLost(job, name string) {
 	w.t.Helper()
 	done, err := w.WaitJob(w.ctx, job)
-	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().ExitCode != nil {
+	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().Exit != nil {
 		w.t.Errorf("%s ended as %v (%v), want it lost", name, done.GetOutcome(), err)
 	}
 }

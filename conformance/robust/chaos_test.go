@@ -155,7 +155,7 @@ func containerOf(ctx context.Context, machine string) string {
 // guest is the process of a machine's guest on this host; 0 when there is none.
 func (s *suite) guest(machine string) int {
 	for pid, command := range s.broker.Processes() {
-		if strings.Contains(command, "/"+machine+"/") && strings.Contains(command, " serve ") {
+		if strings.Contains(command, "/"+machine+"/") && strings.Contains(command, " init ") {
 			return pid
 		}
 	}

@@ -44,10 +44,13 @@ func showJob(job *berthv1.Job) Job {
 	shown := Job{
 		ID: job.GetId(), Sandbox: job.GetSandboxId(), Machine: job.GetMachineId(), Generation: job.GetGeneration(), Token: job.GetSpec().GetLabels()[tokenLabel],
 		State: strings.TrimPrefix(job.GetState().String(), "JOB_STATE_"), Signal: outcome.GetWaitStatus().GetSignal(), Reason: outcome.GetReason(),
-		Kept: job.GetSpec().KeepOutput == nil || job.GetSpec().GetKeepOutput(),
+		Kept: job.GetSpec().Keep == nil || job.GetSpec().GetKeepOutput(),
 	}
 	if outcome != nil {
-		shown.Cause, shown.Code = strings.TrimPrefix(outcome.GetCause().String(), "CAUSE_"), outcome.ExitCode
+		shown.Cause = strings.TrimPrefix(outcome.GetCause().String(), "CAUSE_")
+		if outcome.Exit != nil {
+			shown.Code = new(outcome.GetExitCode())
+		}
 	}
 	return shown
 }

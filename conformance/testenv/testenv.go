@@ -1,5 +1,5 @@
 // Package testenv is how a test says what it cannot do without: root, cgroup2, namespaces, a Docker
-// engine, or that it was asked for. What is missing is measured, never assumed, and said in the words
+// engine, gRPC's tools for Python, or that it was asked for. What is missing is measured, never assumed, and said in the words
 // that `make test` lists at its end. Where the environment variable BERTH_REQUIRE names a facility, as
 // CI's does, its absence fails the test. It never sets anything up for a test, and only test files
 // and conformance/fixture may import it.
@@ -8,6 +8,7 @@ package testenv
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -22,10 +23,10 @@ import (
 
 const (
 	// requireVariable lists, separated by commas, the facilities whose absence is a failure: root,
-	// cgroup2, namespaces, docker.
+	// cgroup2, namespaces, docker, grpctools.
 	requireVariable = "BERTH_REQUIRE"
 	// runVariable lists, separated by commas, the suites that are too long for `make test` and were
-	// asked for by their own target.
+	// asked for by their own target; night is the full size of all tests.
 	runVariable = "BERTH_RUN"
 	// probeTimeout bounds a probe that asks another process. An engine that takes longer to say its
 	// version is no engine to test on.
@@ -62,12 +63,22 @@ var (
 	cgroup2    = sync.OnceValue(probeCgroup2)
 	namespaces = sync.OnceValue(probeNamespaces)
 	docker     = sync.OnceValue(probeDocker)
+	grpcTools  = sync.OnceValues(probeGRPCTools)
 )
 
 // Docker is for tests that need a Docker engine that answers.
 func Docker(t testing.TB) {
 	t.Helper()
 	need(t, "docker", docker)
+}
+
+// GRPCTools is for tests that need gRPC's compiler for Python, Debian's python3-grpc-tools. It returns the path
+// of the python3 that has it.
+func GRPCTools(t testing.TB) (python string) {
+	t.Helper()
+	python, err := grpcTools()
+	need(t, "grpctools", func() error { return err })
+	return python
 }
 
 // Asked is for suites that run only when their own make target, which bears the suite's name, was
@@ -77,6 +88,18 @@ func Asked(t testing.TB, suite string) {
 	if !listed(runVariable, suite) {
 		t.Skipf("not asked for: `make %s` runs it", suite)
 	}
+}
+
+// Night reports whether what is slow and rarely fails was asked for, as `make night` does: tests are of
+// their full size then, and of one that CI has time for otherwise.
+func Night() bool { return listed(runVariable, "night") }
+
+// Size is how large a test is.
+func Size(night, otherwise int) int {
+	if Night() {
+		return night
+	}
+	return otherwise
 }
 
 // need skips the test, or fails it where the facility is required, when probe says what is missing.
@@ -191,6 +214,31 @@ func probeDocker() error {
 		return fmt.Errorf("no engine answers: %w: %s", err, firstLine(output))
 	}
 	return nil
+}
+
+// probeGRPCTools asks every python3 in the PATH: a distribution's package is of no use to one that was built by
+// hand, which often comes first.
+func probeGRPCTools() (python string, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
+	defer cancel()
+	missing := errors.New("no python3 is installed")
+	for _, dir := range filepath.SplitList(os.Getenv("PATH")) {
+		python, err := exec.LookPath(filepath.Join(dir, "python3"))
+		if err != nil {
+			continue
+		}
+		output, err := exec.CommandContext(ctx, python, "-c", "import grpc_tools.protoc").CombinedOutput()
+		if err == nil {
+			return python, nil
+		}
+		missing = fmt.Errorf("no python3 has grpc_tools (install python3-grpc-tools): %w: %s", err, lastLine(output))
+	}
+	return "", missing
+}
+
+func lastLine(text []byte) string {
+	trimmed := strings.TrimSpace(string(text))
+	return trimmed[strings.LastIndexByte(trimmed, '\n')+1:]
 }
 
 func firstLine(text []byte) string {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 )
@@ -66,6 +67,7 @@ func TestTheProbesOfThisHostLeaveNothingBehind(t *testing.T) {
 		{"cgroup2", probeCgroup2},
 		{"namespaces", probeNamespaces},
 		{"docker", probeDocker},
+		{"grpctools", func() error { _, err := probeGRPCTools(); return err }},
 	} {
 		t.Run(probe.name, func(t *testing.T) {
 			t.Logf("this host: %v", probe.probe())
@@ -86,4 +88,31 @@ func TestAnEngineThatIsNotInstalledIsSaidToBeMissing(t *testing.T) {
 	if err := probeDocker(); !errors.Is(err, exec.ErrNotFound) {
 		t.Errorf("without a docker command the probe said %v", err)
 	}
+}
+
+func TestAPythonWithoutGRPCToolsIsPassedOver(t *testing.T) {
+	without, with := t.TempDir(), t.TempDir()
+	t.Setenv("PATH", without)
+	if _, err := probeGRPCTools(); err == nil || !strings.Contains(err.Error(), "no python3 is installed") {
+		t.Errorf("without a python3 the probe said %v", err)
+	}
+	script(t, without, "echo 'Traceback'; echo 'ModuleNotFoundError: grpc_tools'; exit 1")
+	if _, err := probeGRPCTools(); err == nil || !strings.HasSuffix(err.Error(), "ModuleNotFoundError: grpc_tools") {
+		t.Errorf("with a python3 that has no grpc_tools the probe said %v", err)
+	}
+	want := script(t, with, "exit 0")
+	t.Setenv("PATH", without+string(os.PathListSeparator)+with)
+	if python, err := probeGRPCTools(); err != nil || python != want {
+		t.Errorf("the probe found %q, %v; want %q", python, err, want)
+	}
+}
+
+// script makes a python3 in dir that does this, and returns its path.
+func script(t *testing.T, dir, does string) string {
+	t.Helper()
+	path := filepath.Join(dir, "python3")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+does+"\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return path
 }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/berth-sandbox/berth/daemon/fault"
+	"github.com/berth-sandbox/berth/daemon/machines"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
 
@@ -44,9 +45,10 @@ const (
 	maxHostBytes   = 255
 	minCPUs        = 0.01 // less is nothing to a scheduler, and would come out as no limit
 	maxCPUs        = 4096
-	minMemory      = 4 << 20
+	minMemory      = machines.MinMemoryBytes
 	minDisk        = 1 << 20
 	maxSize        = 1 << 50
+	minPids        = machines.MinPIDs
 	maxPids        = 1 << 22 // the kernel's PID_MAX_LIMIT
 	maxStates      = 32      // in a filter
 )
@@ -146,13 +148,15 @@ func validResources(resources *berthv1.Resources) error {
 	case cpus != 0 && !(cpus >= minCPUs && cpus <= maxCPUs): // also where it is no number
 		return fault.Invalid("spec.resources.cpus", "must be 0 (the provider's default) or between %g and %d", minCPUs, maxCPUs)
 	case memory != 0 && memory < minMemory:
-		return fault.Invalid("spec.resources.memory_bytes", "%d is below 4 MiB, in which nothing runs: is a unit missing?", memory)
+		return fault.Invalid("spec.resources.memory_bytes", "%d bytes are too little for a machine and its guest: give at least %d (%d MiB)", memory, minMemory, minMemory>>20)
 	case memory > maxSize:
 		return fault.Invalid("spec.resources.memory_bytes", "must be at most 1 PiB")
 	case disk != 0 && disk < minDisk:
 		return fault.Invalid("spec.resources.disk_bytes", "%d is below 1 MiB: is a unit missing?", disk)
 	case disk > maxSize:
 		return fault.Invalid("spec.resources.disk_bytes", "must be at most 1 PiB")
+	case resources.GetPids() != 0 && resources.GetPids() < minPids:
+		return fault.Invalid("spec.resources.pids", "%d are too few for a machine and its guest: give at least %d", resources.GetPids(), minPids)
 	case resources.GetPids() > maxPids:
 		return fault.Invalid("spec.resources.pids", "must be at most %d", maxPids)
 	}

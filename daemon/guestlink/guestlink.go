@@ -1,5 +1,5 @@
 // Package guestlink keeps one live connection to the guest of every machine: it dials through the
-// provider's dialer, opens each connection with Hello and its proofs, redials when a stream dies,
+// provider's dialer, opens each connection with Challenge and Hello and their proofs, redials when a stream dies,
 // and reports whether a machine has answered since the broker started. It never starts or
 // stops a machine, knows nothing of sandboxes, and writes nothing down. What a guest replies is checked here:
 // a reply that leaves this package is consistent in itself and within bounds.
@@ -359,16 +359,23 @@ func (k *link) hello(ctx context.Context, client guestv1.GuestServiceClient, bui
 	}
 	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
 	defer cancel()
+	challenge, err := client.Challenge(ctx, &guestv1.ChallengeRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("ask the guest for its challenge: %w", err)
+	}
+	if got := len(challenge.GetNonce()); got != sha256.Size {
+		return nil, fmt.Errorf("the guest's challenge has %d bytes, not %d", got, sha256.Size)
+	}
 	hello, err := client.Hello(ctx, &guestv1.HelloRequest{
 		Protocol: Protocol, Build: build, MachineId: k.target.MachineID,
-		Nonce: nonce, Proof: proof(k.target.Token, "berth broker", nonce),
+		Nonce: nonce, Proof: proof(k.target.Token, "berth broker", nonce, challenge.GetNonce()),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("say hello to the guest: %w", err)
 	}
 	switch {
 	//mutation:hello-proof case hmac.Equal(hello.GetProof(), nil):
-	case !hmac.Equal(hello.GetProof(), proof(k.target.Token, "berth guest", nonce)):
+	case !hmac.Equal(hello.GetProof(), proof(k.target.Token, "berth guest", nonce, challenge.GetNonce())):
 		return nil, errors.New("who answered as the guest does not know the machine's token")
 	case hello.GetProtocol() != Protocol:
 		return nil, fmt.Errorf("the guest speaks protocol %d, this broker %d: use a broker that speaks it", hello.GetProtocol(), Protocol)
@@ -382,10 +389,12 @@ func (k *link) hello(ctx context.Context, client guestv1.GuestServiceClient, bui
 	return hello, nil
 }
 
-func proof(token []byte, who string, nonce []byte) []byte {
+// proof is one side's proof over both nonces, whose lengths are fixed.
+func proof(token []byte, who string, broker, guest []byte) []byte {
 	mac := hmac.New(sha256.New, token)
 	mac.Write([]byte(who))
-	mac.Write(nonce)
+	mac.Write(broker)
+	mac.Write(guest)
 	return mac.Sum(nil)
 }
 

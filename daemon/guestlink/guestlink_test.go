@@ -1,7 +1,9 @@
 package guestlink
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"log/slog"
 	"net"
@@ -37,18 +39,30 @@ const (
 // guest serves the handshake, as the test has it, on connections that it dials out.
 type guest struct {
 	guestv1.UnimplementedGuestServiceServer
-	hello func(*guestv1.HelloRequest, *guestv1.HelloResponse) // changes the honest answer
-	wait  func() error                                        // what Wait answers
-	start func() *guestv1.Status
-	waits atomic.Int32
+	challenge func(*guestv1.ChallengeResponse)                    // changes the honest answer
+	hello     func(*guestv1.HelloRequest, *guestv1.HelloResponse) // changes the honest answer
+	wait      func() error                                        // what Wait answers
+	start     func() *guestv1.Status
+	waits     atomic.Int32
+}
+
+// theChallenge is what the test's guest always asks.
+var theChallenge = bytes.Repeat([]byte{7}, sha256.Size)
+
+func (g *guest) Challenge(context.Context, *guestv1.ChallengeRequest) (*guestv1.ChallengeResponse, error) {
+	response := &guestv1.ChallengeResponse{Nonce: theChallenge}
+	if g.challenge != nil {
+		g.challenge(response)
+	}
+	return response, nil
 }
 
 func (g *guest) Hello(_ context.Context, request *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
-	if string(request.GetProof()) != string(proof([]byte(token), "berth broker", request.GetNonce())) {
+	if string(request.GetProof()) != string(proof([]byte(token), "berth broker", request.GetNonce(), theChallenge)) {
 		return nil, status.Error(codes.Unauthenticated, "the broker does not know the token")
 	}
 	response := &guestv1.HelloResponse{
-		Protocol: Protocol, MachineId: machineID, BootId: "boot", Proof: proof([]byte(token), "berth guest", request.GetNonce()),
+		Protocol: Protocol, MachineId: machineID, BootId: "boot", Proof: proof([]byte(token), "berth guest", request.GetNonce(), theChallenge),
 	}
 	if g.hello != nil {
 		g.hello(request, response)
@@ -111,7 +125,7 @@ func (m *machines) Dialer(context.Context, providers.Machine) (providers.Dialer,
 	if m.fails.Add(-1) >= 0 {
 		return nil, errors.New("not yet")
 	}
-	return reverse.Listen(m.dir)
+	return reverse.Listen(m.dir, nil)
 }
 
 func newHarness(t *testing.T) *harness {
@@ -198,24 +212,27 @@ func (w *harness) up() { w.wait("the link", func() bool { return w.Hello(machine
 
 func TestAPeerThatIsNotTheGuestIsNotSpokenTo(t *testing.T) {
 	for _, test := range []struct {
-		name  string
-		hello func(*guestv1.HelloRequest, *guestv1.HelloResponse)
-		why   string
+		name      string
+		hello     func(*guestv1.HelloRequest, *guestv1.HelloResponse)
+		why       string
+		challenge func(*guestv1.ChallengeResponse)
 	}{
-		{"a wrong proof", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof[0]++ }, "does not know the machine's token"},
-		{"no proof", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = nil }, "does not know the machine's token"},
-		{"the broker's own proof", func(q *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = q.GetProof() }, "does not know the machine's token"},
-		{"another protocol", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Protocol = 2 }, "speaks protocol 2"},
-		{"another machine", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.MachineId = strings.Repeat("m", 1<<16) }, "in machine \"m"},
-		{"no boot", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = "" }, "boot id"},
-		{"a boot without end", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = strings.Repeat("b", 65) }, "boot id"},
-		{"too many words", func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Workspace = strings.Repeat("w", 1<<20) }, "more of itself"},
+		{name: "no challenge", challenge: func(r *guestv1.ChallengeResponse) { r.Nonce = nil }, why: "challenge has 0 bytes"},
+		{name: "an endless challenge", challenge: func(r *guestv1.ChallengeResponse) { r.Nonce = make([]byte, 1<<20) }, why: "challenge has 1048576 bytes"},
+		{name: "a wrong proof", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof[0]++ }, why: "does not know the machine's token"},
+		{name: "no proof", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = nil }, why: "does not know the machine's token"},
+		{name: "the broker's own proof", hello: func(q *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Proof = q.GetProof() }, why: "does not know the machine's token"},
+		{name: "another protocol", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Protocol = 2 }, why: "speaks protocol 2"},
+		{name: "another machine", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.MachineId = strings.Repeat("m", 1<<16) }, why: "in machine \"m"},
+		{name: "no boot", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = "" }, why: "boot id"},
+		{name: "a boot without end", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.BootId = strings.Repeat("b", 65) }, why: "boot id"},
+		{name: "too many words", hello: func(_ *guestv1.HelloRequest, r *guestv1.HelloResponse) { r.Workspace = strings.Repeat("w", 1<<20) }, why: "more of itself"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			w := newHarness(t)
 			w.open()
-			impostor := &guest{hello: test.hello}
+			impostor := &guest{hello: test.hello, challenge: test.challenge}
 			stop := w.serve(impostor)
 			w.wait("word of it", func() bool { return w.downs.Load() == 1 })
 			if why := w.why.Load().(string); !strings.Contains(why, test.why) || len(why) > 4<<10 {
@@ -263,7 +280,7 @@ func TestAnUnresponsivePeerCostsOneHelloAndNoMore(t *testing.T) {
 func TestADeadSpareCostsNothing(t *testing.T) {
 	t.Parallel()
 	w := newHarness(t)
-	dialer, err := reverse.Listen(w.dir)
+	dialer, err := reverse.Listen(w.dir, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -521,7 +538,7 @@ func TestAJobsIDIsOneThatTheBrokerWrites(t *testing.T) {
 		"job_01J000000000000000000000000": false,
 		"01J00000000000000000000000":      false,
 		"job_../../../../etc/passwd-----": false,
-		"": false,
+		"":                                false,
 	} {
 		if got := ValidJobID(id); got != want {
 			t.Errorf("%q: %v, want %v", id, got, want)

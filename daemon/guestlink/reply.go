@@ -90,13 +90,13 @@ func boundOutcome(from *berthv1.Outcome) *berthv1.Outcome {
 		outcome.Survivors = outcome.GetSurvivors()[:maxSurvivors]
 	}
 	if code := outcome.GetExitCode(); code < 0 || code > 255 || outcome.GetCause() == berthv1.Cause_CAUSE_LOST {
-		outcome.ExitCode = nil
+		outcome.Exit = nil
 	}
 	switch outcome.GetCause() {
 	case berthv1.Cause_CAUSE_EXITED, berthv1.Cause_CAUSE_STOPPED:
 	default:
 		if outcome.GetExitCode() == 0 {
-			outcome.ExitCode = nil // what did not exit by itself is no success
+			outcome.Exit = nil // what did not exit by itself is no success
 		}
 	}
 	return outcome
@@ -105,8 +105,8 @@ func boundOutcome(from *berthv1.Outcome) *berthv1.Outcome {
 // boundStats is a guest's word on a stream, up to where it contradicts itself.
 func boundStats(from *berthv1.OutputStats) *berthv1.OutputStats {
 	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), DroppedBytes: from.GetTotalBytes(), Sealed: from.GetSealed()}
-	if from != nil && from.EndAtExit != nil {
-		stats.EndAtExit = proto.Uint64(min(from.GetEndAtExit(), from.GetTotalBytes()))
+	if from != nil && from.Exit != nil {
+		stats.Exit = &berthv1.OutputStats_EndAtExit{EndAtExit: min(from.GetEndAtExit(), from.GetTotalBytes())}
 	}
 	ranges := slices.Clone(from.GetKept()[:min(len(from.GetKept()), 2)])
 	slices.SortFunc(ranges, func(a, b *berthv1.ByteRange) int { return cmp.Compare(a.GetFrom(), b.GetFrom()) })

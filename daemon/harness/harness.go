@@ -220,7 +220,7 @@ func (h *Harness) WantMachine(id string, want bool, when string) {
 func (h *Harness) WantLost(jobID string) {
 	h.T.Helper()
 	done, err := h.Jobs.Poll(h.Ctx, Namespace, jobID, 0)
-	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().ExitCode != nil {
+	if err != nil || done.GetOutcome().GetCause() != berthv1.Cause_CAUSE_LOST || done.GetOutcome().Exit != nil {
 		h.T.Errorf("its job ended as %v (%v)", done.GetOutcome(), err)
 	}
 }

@@ -111,7 +111,7 @@ func TestARunThatIsAnsweredWithAnotherJobIsLost(t *testing.T) {
 	for name, answer := range map[string]func(id string) *guestv1.Status{
 		"another job":            func(string) *guestv1.Status { return finished("job_00000000000000000000000000", exited(0)) },
 		"one that is not done":   func(id string) *guestv1.Status { return &guestv1.Status{JobId: id, Outcome: exited(0)} },
-		"a signal and a success": func(id string) *guestv1.Status { return finished(id, &berthv1.Outcome{ExitCode: exited(0).ExitCode}) },
+		"a signal and a success": func(id string) *guestv1.Status { return finished(id, &berthv1.Outcome{Exit: exited(0).Exit}) },
 	} {
 		l.says(func(l *scriptedGuest) {
 			l.run = func(request *guestv1.RunRequest) *guestv1.RunResponse {
@@ -120,7 +120,7 @@ func TestARunThatIsAnsweredWithAnotherJobIsLost(t *testing.T) {
 		})
 		ran, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100)
 		must(t, err)
-		if outcome := ran.Job.GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+		if outcome := ran.Job.GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.Exit != nil {
 			t.Errorf("%s: it ended as %v", name, outcome)
 		}
 	}

@@ -286,7 +286,7 @@ func (w *harness) record(id string) *recordv1.JobRecord {
 func (w *harness) wantExit(job *recordv1.JobRecord, code int32) {
 	w.t.Helper()
 	outcome := job.GetOutcome()
-	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.ExitCode == nil || outcome.GetExitCode() != code {
+	if outcome.GetCause() != berthv1.Cause_CAUSE_EXITED || outcome.Exit == nil || outcome.GetExitCode() != code {
 		w.t.Fatalf("job %s ended as %v, want exit %d", job.GetId(), outcome, code)
 	}
 }

@@ -19,7 +19,7 @@ const startingRetry = 5 * time.Second
 // how far stdin was taken: what was taken before is not taken again. Without data and end it only
 // tells.
 func (s *Service) WriteInput(ctx context.Context, call request.Call, id string, offset uint64, data []byte, eof bool) (next uint64, err error) {
-	job, err := s.mayTouch(ctx, call, id)
+	job, err := s.mayTouch(ctx, call, id, s.store.Update)
 	if err != nil {
 		return 0, err
 	}
@@ -45,7 +45,7 @@ func (s *Service) WriteInput(ctx context.Context, call request.Call, id string, 
 // asked to. It returns where data begins and how far it was taken: all of it, or for want of room nothing.
 // The machine knows a repeated request id: no answer that was lost makes it write twice.
 func (s *Service) AppendInput(ctx context.Context, call request.Call, id string, data []byte, eof bool) (offset, next uint64, err error) {
-	job, err := s.mayTouch(ctx, call, id)
+	job, err := s.mayTouch(ctx, call, id, s.store.Update)
 	if err != nil {
 		return 0, 0, err
 	}

@@ -201,14 +201,17 @@ func (s *Service) imported(ctx context.Context, job *recordv1.JobRecord, status 
 	return s.unrecorded.Done(held, status), nil
 }
 
+// updater is how a call is written down: the ledger's Update, or UpdateUrgent for one that ends a job.
+type updater func(context.Context, func(*store.Tx) error) error
+
 // mayTouch returns a job that a mutating call is about, and remembers the call; or why the call may
 // not touch the job.
-func (s *Service) mayTouch(ctx context.Context, call request.Call, id string) (*recordv1.JobRecord, error) {
+func (s *Service) mayTouch(ctx context.Context, call request.Call, id string, update updater) (*recordv1.JobRecord, error) {
 	job, repeated, err := s.check(call, id)
 	if err != nil || repeated || call.RequestID == "" {
 		return job, err
 	}
-	return job, s.store.Update(ctx, func(tx *store.Tx) error {
+	return job, update(ctx, func(tx *store.Tx) error {
 		if prior, err := call.Prior(tx); err != nil || prior != "" {
 			return err
 		}

@@ -121,7 +121,7 @@ func TestAJobThatWasReservedForAnotherBootIsLost(t *testing.T) {
 	must(t, err)
 	for _, id := range []string{reserved.GetId(), running.GetId()} {
 		w.wait("job "+id, func() bool { return record.IsDone(w.record(id)) })
-		if outcome := w.record(id).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.ExitCode != nil {
+		if outcome := w.record(id).GetOutcome(); outcome.GetCause() != berthv1.Cause_CAUSE_LOST || outcome.Exit != nil {
 			t.Errorf("job %s ended as %v", id, outcome)
 		}
 	}
@@ -266,7 +266,7 @@ func TestAJobThatKeepsNoOutputHasItsOutcome(t *testing.T) {
 	t.Parallel()
 	w := newHarness(t)
 	keep := false
-	job := w.done(w.started(w.sandbox(), &berthv1.JobSpec{Shell: "echo some; exit 4", KeepOutput: &keep}).GetId())
+	job := w.done(w.started(w.sandbox(), &berthv1.JobSpec{Shell: "echo some; exit 4", Keep: &berthv1.JobSpec_KeepOutput{KeepOutput: keep}}).GetId())
 	w.wantExit(job, 4)
 	if job.GetStdout().GetTotalBytes() != 5 || job.GetStdout().GetDroppedBytes() != 5 || len(job.GetStdout().GetKept()) > 0 {
 		t.Errorf("the stats are %v", job.GetStdout())
@@ -472,7 +472,7 @@ func TestJobsOfAMuteGuestThatIsDestroyedAreLost(t *testing.T) {
 	w.rest(sandbox, berthv1.SandboxState_SANDBOX_STATE_LOST)
 	done := w.record(job.GetId())
 	w.wantCause(done, berthv1.Cause_CAUSE_LOST, "machine_gone")
-	if done.GetOutcome().ExitCode != nil {
+	if done.GetOutcome().Exit != nil {
 		t.Error("an exit code was made up")
 	}
 	if _, err := w.Run(w.ctx, call("run", ""), sandbox.GetId(), shell("true"), 100); !fault.Is(err, fault.MachineGone) {

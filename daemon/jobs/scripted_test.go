@@ -83,7 +83,7 @@ func (d *scriptedProvider) Destroy(_ context.Context, machine providers.Machine)
 }
 
 func (d *scriptedProvider) Dialer(_ context.Context, machine providers.Machine) (providers.Dialer, error) {
-	return reverse.Listen(machine.ListenDir)
+	return reverse.Listen(machine.ListenDir, nil)
 }
 
 func (d *scriptedProvider) guest(id string) *scriptedGuest {
@@ -159,10 +159,15 @@ func (l *scriptedGuest) says(change func(*scriptedGuest)) {
 	change(l)
 }
 
+func (l *scriptedGuest) Challenge(context.Context, *guestv1.ChallengeRequest) (*guestv1.ChallengeResponse, error) {
+	return &guestv1.ChallengeResponse{Nonce: make([]byte, sha256.Size)}, nil
+}
+
 func (l *scriptedGuest) Hello(_ context.Context, request *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
 	mac := hmac.New(sha256.New, l.spec.Token)
 	mac.Write([]byte("berth guest"))
 	mac.Write(request.GetNonce())
+	mac.Write(make([]byte, sha256.Size)) // the challenge
 	return &guestv1.HelloResponse{
 		Protocol: 1, Build: "lies", MachineId: l.spec.MachineID, BootId: l.bootID, Proof: mac.Sum(nil), Workspace: "/", Shell: "/bin/sh",
 	}, nil
@@ -263,7 +268,7 @@ func refusal(code codes.Code) error {
 }
 
 func exited(code int32) *berthv1.Outcome {
-	return &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(code)}
+	return &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: code}}
 }
 
 func sealedStats(total uint64, kept ...*berthv1.ByteRange) *berthv1.OutputStats {
@@ -286,13 +291,13 @@ func TestAnOutcomeIsOnlyWhatAnOutcomeCanBe(t *testing.T) {
 		code    *int32
 	}{
 		{"none", nil, berthv1.Cause_CAUSE_LOST, nil},
-		{"no cause", &berthv1.Outcome{ExitCode: proto.Int32(0)}, berthv1.Cause_CAUSE_LOST, nil},
-		{"a cause that nobody knows", &berthv1.Outcome{Cause: 99, ExitCode: proto.Int32(0)}, berthv1.Cause_CAUSE_LOST, nil},
+		{"no cause", &berthv1.Outcome{Exit: &berthv1.Outcome_ExitCode{ExitCode: 0}}, berthv1.Cause_CAUSE_LOST, nil},
+		{"a cause that nobody knows", &berthv1.Outcome{Cause: 99, Exit: &berthv1.Outcome_ExitCode{ExitCode: 0}}, berthv1.Cause_CAUSE_LOST, nil},
 		{"a negative cause", &berthv1.Outcome{Cause: -1}, berthv1.Cause_CAUSE_LOST, nil},
 		{"a code below 0", exited(-1), berthv1.Cause_CAUSE_EXITED, nil},
 		{"a code above 255", exited(256), berthv1.Cause_CAUSE_EXITED, nil},
 		{"the largest code", exited(255), berthv1.Cause_CAUSE_EXITED, proto.Int32(255)},
-		{"lost with a code", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_LOST, ExitCode: proto.Int32(0)}, berthv1.Cause_CAUSE_LOST, nil},
+		{"lost with a code", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_LOST, Exit: &berthv1.Outcome_ExitCode{ExitCode: 0}}, berthv1.Cause_CAUSE_LOST, nil},
 		{"a novel for a reason", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_SIGNALED, Reason: huge, Survivors: survivors}, berthv1.Cause_CAUSE_SIGNALED, nil},
 	} {
 		job := w.started(sandbox, shell("true"))
@@ -302,7 +307,7 @@ func TestAnOutcomeIsOnlyWhatAnOutcomeCanBe(t *testing.T) {
 		l.list <- &guestv1.ListResponse{Statuses: []*guestv1.Status{lie}}
 		done := w.done(job.GetId())
 		outcome := done.GetOutcome()
-		if outcome.GetCause() != test.cause || (outcome.ExitCode == nil) != (test.code == nil) || outcome.GetExitCode() != int32OrZero(test.code) {
+		if outcome.GetCause() != test.cause || (outcome.Exit == nil) != (test.code == nil) || outcome.GetExitCode() != int32OrZero(test.code) {
 			t.Errorf("%s: it ended as %v", test.name, outcome)
 		}
 		if done.GetStartTime() != nil || done.GetEndTime() != nil || proto.Size(done) > 64<<10 {

@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/berth-sandbox/berth/daemon/jobs/background"
 	"github.com/berth-sandbox/berth/daemon/jobs/lookup"
 	"github.com/berth-sandbox/berth/daemon/jobs/record"
 	"github.com/berth-sandbox/berth/daemon/request"
@@ -20,12 +21,15 @@ const (
 	// stopInterval is how often a guest is asked to stop a command that it does not know yet: the call that
 	// begins it may be on its way.
 	stopInterval = 200 * time.Millisecond
+	// relieveInterval is after how long a stop gets some of a full disk's reserve: more than a guest takes to kill a
+	// job and to write that down.
+	relieveInterval = time.Second
 )
 
 // Stop ends a job and everything that it started, and returns it with its outcome. A job that is
 // done keeps its outcome; what it left running is killed. A grace of nil is the job's own.
 func (s *Service) Stop(ctx context.Context, call request.Call, id string, grace *durationpb.Duration) (*recordv1.JobRecord, error) {
-	job, err := s.mayTouch(ctx, call, id)
+	job, err := s.mayTouch(ctx, call, id, s.store.UpdateUrgent)
 	if err != nil {
 		return nil, err
 	}
@@ -33,9 +37,7 @@ func (s *Service) Stop(ctx context.Context, call request.Call, id string, grace 
 		if err := s.jobs.Reachable(job); err != nil && !record.IsDone(job) {
 			return nil, err
 		}
-		status, err := s.links.StopJob(ctx, job.GetMachineId(), stopGrace(job, grace), &guestv1.StopRequest{
-			JobId: id, Grace: grace, Reason: "stop_requested: by StopJob",
-		})
+		status, err := s.stopAtGuest(ctx, job, grace)
 		switch {
 		case err == nil:
 			return s.imported(ctx, job, status)
@@ -49,6 +51,24 @@ func (s *Service) Stop(ctx context.Context, call request.Call, id string, grace 
 			return job, err
 		}
 	}
+}
+
+// stopAtGuest has a job's guest stop it, which is over when the guest has its end on disk. On a full disk that is
+// the broker's too, it gets what is held in reserve for that, a part after the other: a job that has not ended yet
+// might take the first.
+func (s *Service) stopAtGuest(ctx context.Context, job *recordv1.JobRecord, grace *durationpb.Duration) (*guestv1.Status, error) {
+	relieving, over := context.WithCancel(ctx)
+	relieved := make(chan struct{})
+	go func() {
+		defer close(relieved)
+		for background.Pause(relieving, relieveInterval) {
+			s.store.GiveWay()
+		}
+	}()
+	defer func() { over(); <-relieved }()
+	return s.links.StopJob(ctx, job.GetMachineId(), stopGrace(job, grace), &guestv1.StopRequest{
+		JobId: job.GetId(), Grace: grace, Reason: "stop_requested: by StopJob",
+	})
 }
 
 // beyond waits, for a short time, until a job that its guest does not know has gone beyond what it was.

@@ -327,7 +327,11 @@ type change struct {
 // waits for it. What is being done already, or was asked for by the same request, is joined.
 func (s *Service) change(ctx context.Context, call request.Call, id string, wait waiting, c change) (*recordv1.SandboxRecord, error) {
 	var prior, operationID, superseded string
-	err := s.opts.Store.Update(ctx, func(tx *store.Tx) (err error) {
+	update := s.opts.Store.Update
+	if c.kind == recordv1.OperationKind_OPERATION_KIND_DESTROY {
+		update = s.opts.Store.UpdateUrgent
+	}
+	err := update(ctx, func(tx *store.Tx) (err error) {
 		operationID, superseded = "", ""
 		if prior, err = call.Prior(tx); err != nil || prior != "" {
 			return err

@@ -22,6 +22,12 @@ import (
 	"github.com/berth-sandbox/berth/providers"
 )
 
+// The least that a machine may be limited to, on any provider.
+const (
+	MinMemoryBytes = providers.MinMemoryBytes
+	MinPIDs        = providers.MinPIDs
+)
+
 // defaultProviderTimeout bounds one call of a provider.
 const defaultProviderTimeout = 2 * time.Minute
 

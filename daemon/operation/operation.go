@@ -353,7 +353,11 @@ func (e *Engine) block(ctx context.Context, operation *recordv1.OperationRecord)
 // Record changes the ledger as part of an operation, unless that was superseded meanwhile. It gives fn a
 // fresh copy of the operation, which fn puts or deletes.
 func (e *Engine) Record(ctx context.Context, operation *recordv1.OperationRecord, fn func(*store.Tx, *recordv1.OperationRecord) error) error {
-	return e.opts.Store.Update(ctx, func(tx *store.Tx) error {
+	update := e.opts.Store.Update
+	if e.opts.Kinds[operation.GetKind()].Undo == "" {
+		update = e.opts.Store.UpdateUrgent // what is never given up ends a resource
+	}
+	return update(ctx, func(tx *store.Tx) error {
 		current, err := tx.Operation(operation.GetId())
 		if err != nil {
 			return err

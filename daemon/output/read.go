@@ -118,8 +118,8 @@ func gap(stream berthv1.Stream, from, to uint64) *berthv1.OutputGap {
 // Final is what can be said of a stream of which no more can be had than what is stored.
 func (s *Store) Final(jobID string, stream berthv1.Stream, known *berthv1.OutputStats) *berthv1.OutputStats {
 	stats := &berthv1.OutputStats{Sealed: true, TotalBytes: known.GetTotalBytes(), Kept: s.Ranges(jobID, stream)}
-	if known != nil && known.EndAtExit != nil {
-		stats.EndAtExit = proto.Uint64(known.GetEndAtExit())
+	if known != nil && known.Exit != nil {
+		stats.Exit = &berthv1.OutputStats_EndAtExit{EndAtExit: known.GetEndAtExit()}
 	}
 	for _, r := range stats.GetKept() {
 		stats.TotalBytes = max(stats.GetTotalBytes(), r.GetTo())

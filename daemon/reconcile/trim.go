@@ -30,14 +30,14 @@ func (s *Service) trim(ctx context.Context) {
 	before := now.Add(-s.opts.Retention)
 	err := errors.Join(
 		s.untilFew(ctx, func() (n int, err error) {
-			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+			err = s.opts.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 				n, err = tx.TrimRequests(now, maxTrim)
 				return err
 			})
 			return n, err
 		}),
 		s.untilFew(ctx, func() (n int, err error) {
-			err = s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+			err = s.opts.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 				n, err = tx.TrimEvents(now.Add(-eventRetention), maxEvents, maxTrim)
 				return err
 			})
@@ -64,7 +64,7 @@ func (s *Service) untilFew(ctx context.Context, trim func() (int, error)) error 
 }
 
 func (s *Service) trimSandboxes(ctx context.Context, before time.Time) error {
-	return s.opts.Store.Update(ctx, func(tx *store.Tx) error {
+	return s.opts.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		ids, err := tx.EndedSandboxes(before, maxTrim)
 		if err != nil {
 			return err

@@ -50,7 +50,7 @@ var (
 	goldenReceipt = &recordv1.JobRecord{
 		Id: "job_00", Namespace: "default", SandboxId: "sb_01", MachineId: "m_01", Revision: 5,
 		State: berthv1.JobState_JOB_STATE_DONE, DoneTime: timestamppb.New(epoch),
-		Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(3)},
+		Outcome: &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: 3}},
 	}
 	goldenOperation = &recordv1.OperationRecord{
 		Id: "op_01", Namespace: "default", Kind: recordv1.OperationKind_OPERATION_KIND_DESTROY, Step: "jobs", SandboxId: "sb_01",

@@ -71,6 +71,8 @@ type Store struct {
 	revision atomic.Uint64
 
 	queue    queue
+	reserve  *reserve
+	pageSize int64
 	finished chan struct{} // closed when the writer goroutine is gone
 	broken   atomic.Pointer[error]
 	onCommit []func(Commit)
@@ -110,12 +112,21 @@ func open(path string, opts Options, steps []migration, openFile opener) (*Store
 	if timeout <= 0 {
 		timeout = defaultLockTimeout
 	}
-	db, err := openFileLocked(path, timeout, openFile)
+	var file *os.File
+	db, err := openFileLocked(path, timeout, func(name string, flag int, mode fs.FileMode) (_ *os.File, err error) {
+		file, err = openFile(name, flag, mode)
+		return file, err
+	})
 	if err != nil {
 		return nil, err
 	}
 	s.db = db
 	if err := s.prepare(steps); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	s.pageSize = int64(db.Info().PageSize)
+	s.reserve = newReserve(file, path, s.log)
+	if err := s.View(func(tx *Tx) error { s.keepReserve(tx); return nil }); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
 	s.queue.init()

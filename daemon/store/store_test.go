@@ -535,7 +535,7 @@ func TestABackupIsALedger(t *testing.T) {
 			t.Errorf("compact %v with an ended context: %v", compact, err)
 		}
 	}
-	left, err := filepath.Glob(filepath.Join(dir, "*"))
+	left, err := filepath.Glob(filepath.Join(dir, "*.db"))
 	if err != nil || len(left) != 3 {
 		t.Errorf("left behind: %v, %v", left, err)
 	}

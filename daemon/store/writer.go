@@ -19,14 +19,23 @@ import (
 // than once: it must touch nothing but the transaction and variables that it sets afresh each time.
 //
 // It returns fn's error as it is, and then nothing of fn's writes remains; ctx.Err() when ctx ended
-// before fn was picked up (after that it waits for the result); STORE_FULL when the disk is full and
-// nothing was written; STOPPING after Close; STORE_FAILED when the ledger can't be written any more;
-// INTERNAL when fn panicked.
+// before fn was picked up (after that it waits for the result); STORE_FULL when the disk is full, up to what
+// is held in reserve, and nothing was written; STOPPING after Close; STORE_FAILED when the ledger can't be
+// written any more; INTERNAL when fn panicked.
 func (s *Store) Update(ctx context.Context, fn func(*Tx) error) error {
+	return s.update(ctx, &change{fn: fn, done: make(chan error, 1)})
+}
+
+// UpdateUrgent is Update for what ends jobs and sandboxes or drops what is no longer needed, and for nothing
+// else: on a full disk it may use the space that is held in reserve.
+func (s *Store) UpdateUrgent(ctx context.Context, fn func(*Tx) error) error {
+	return s.update(ctx, &change{fn: fn, urgent: true, done: make(chan error, 1)})
+}
+
+func (s *Store) update(ctx context.Context, c *change) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	c := &change{fn: fn, done: make(chan error, 1)}
 	if !s.queue.add(c) {
 		return errStopping()
 	}
@@ -53,6 +62,7 @@ func (s *Store) UpdateLater(fn func(*Tx) error) {
 // change is one function on its way through the writer.
 type change struct {
 	fn          func(*Tx) error
+	urgent      bool       // it may use the reserve
 	done        chan error // nil when nobody waits
 	state       atomic.Int32
 	failed      error // fn's own error, kept until the fate of what it may have seen is known
@@ -169,9 +179,42 @@ func (s *Store) write() {
 	defer close(s.finished)
 	for batch := s.queue.next(); batch != nil; batch = s.queue.next() {
 		err := s.commit(batch)
-		for _, c := range batch {
-			s.answer(c, err)
+		if !fault.Is(err, fault.StoreFull) {
+			s.answerAll(batch, err)
+			continue
 		}
+		urgent, others := split(batch)
+		s.answerAll(others, err)
+		s.writeUrgent(urgent)
+	}
+}
+
+func split(batch []*change) (urgent, others []*change) {
+	for _, c := range batch {
+		if c.urgent {
+			urgent = append(urgent, c)
+		} else {
+			others = append(others, c)
+		}
+	}
+	return urgent, others
+}
+
+// writeUrgent commits urgent changes for which there was no space: each by itself, so that it needs least, and with
+// what is held in reserve.
+func (s *Store) writeUrgent(urgent []*change) {
+	for _, c := range urgent {
+		err := s.commit([]*change{c})
+		for fault.Is(err, fault.StoreFull) && s.giveUp() {
+			err = s.commit([]*change{c})
+		}
+		s.answer(c, err)
+	}
+}
+
+func (s *Store) answerAll(changes []*change, err error) {
+	for _, c := range changes {
+		s.answer(c, err)
 	}
 }
 
@@ -194,6 +237,9 @@ func (s *Store) answer(c *change, err error) {
 func (s *Store) commit(batch []*change) error {
 	if broken := s.broken.Load(); broken != nil {
 		return *broken
+	}
+	for _, c := range batch {
+		c.failed, c.othersWrote = nil, false
 	}
 	tx, err := s.run(batch)
 	if err != nil {
@@ -235,7 +281,8 @@ func (s *Store) run(batch []*change) (*Tx, error) {
 		if err != nil {
 			return nil, err
 		}
-		rest, clean := tx.runEach(pending)
+		s.keepReserve(tx)
+		rest, clean := s.runEach(tx, pending)
 		if clean {
 			return tx, nil
 		}
@@ -244,13 +291,18 @@ func (s *Store) run(batch []*change) (*Tx, error) {
 	}
 }
 
-// runEach runs the functions and notes in their changes which failed. When one failed after it had
-// written, it stops and returns those that are to be run again.
-func (tx *Tx) runEach(pending []*change) (rest []*change, clean bool) {
+// runEach runs the functions and notes in their changes which failed. On a full disk one that is not urgent fails
+// when it writes. When one failed after it had written, it stops and returns those that are to be run again.
+func (s *Store) runEach(tx *Tx, pending []*change) (rest []*change, clean bool) {
 	rest = make([]*change, 0, len(pending))
 	for i, c := range pending {
 		before := tx.writes
 		err := call(c.fn, tx)
+		if err == nil && s.reserve.low && !c.urgent && tx.writes > before {
+			// What is left is for others. That is no word of fn, and rests on nobody's writes.
+			c.failed = s.errFull(syscall.ENOSPC)
+			return append(rest, pending[i+1:]...), false
+		}
 		if err == nil {
 			rest = append(rest, c)
 			continue
@@ -289,7 +341,7 @@ func commitSafely(tx *Tx) (err error) {
 // Everything else leaves open what a restart would find, so this process must not go on.
 func (s *Store) commitFailed(err error, number int) error {
 	if full(err) && s.lastNumber() < number {
-		return fault.New(fault.StoreFull, "write the ledger %s: %w: free disk space and try again", s.path, err)
+		return s.errFull(err)
 	}
 	failure := error(fault.New(fault.StoreFailed, "write the ledger %s: %w: whether it is on disk is open until berthd is restarted", s.path, err))
 	s.broken.Store(&failure)

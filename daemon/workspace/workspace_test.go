@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/berth-sandbox/berth/conformance/testenv"
 	"github.com/berth-sandbox/berth/daemon/fault"
@@ -384,7 +383,7 @@ func TestAMachineWithoutGitIsToldFromARepositoryThatIsBroken(t *testing.T) {
 func TestEachEndOfACloneHasItsVerdict(t *testing.T) {
 	t.Parallel()
 	exited := func(code int32) *berthv1.Outcome {
-		return &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, ExitCode: proto.Int32(code)}
+		return &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED, Exit: &berthv1.Outcome_ExitCode{ExitCode: code}}
 	}
 	for _, test := range []struct {
 		name        string
@@ -398,7 +397,7 @@ func TestEachEndOfACloneHasItsVerdict(t *testing.T) {
 		{"not empty", exited(exitNotEmpty), fault.WorkspaceFailed, false, false},
 		{"no ref", exited(exitNoRef), fault.WorkspaceFailed, false, false},
 		{"git's own failure", exited(128), fault.WorkspaceFailed, false, false},
-		{"too long", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_TIMED_OUT, ExitCode: proto.Int32(124)}, fault.WorkspaceFailed, false, false},
+		{"too long", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_TIMED_OUT, Exit: &berthv1.Outcome_ExitCode{ExitCode: 124}}, fault.WorkspaceFailed, false, false},
 		{"no shell", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_FAILED_TO_START}, fault.ToolMissing, false, false},
 		{"killed", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_SIGNALED}, "", false, true},
 		{"lost", &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_LOST}, "", false, true},

@@ -15,6 +15,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 
@@ -52,10 +53,10 @@ func Nonce() (string, error) {
 	return hex.EncodeToString(nonce), nil
 }
 
-// Command is what to run in the machine: the guest's program, its socket, and the nonce that Open is
-// given.
-func Command(program, socket, nonce string) []string {
-	return []string{program, "bridge", "--socket", socket, "--nonce", nonce}
+// Command is what to run in the machine: the guest's program, its socket, the guest's process id in the
+// machine (0: not known), and the nonce that Open is given.
+func Command(program, socket string, guest int, nonce string) []string {
+	return []string{program, "bridge", "--socket", socket, "--guest", strconv.Itoa(guest), "--nonce", nonce}
 }
 
 // Open waits for the sentinel with the nonce and returns the guest's stream. The context bounds the

@@ -7,12 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path"
 	"path/filepath"
 	"strings"
 	"time"
 
 	"github.com/containerd/errdefs"
 	"github.com/moby/moby/api/types/container"
+	"github.com/moby/moby/api/types/mount"
 	"github.com/moby/moby/client"
 
 	"github.com/berth-sandbox/berth/providers"
@@ -180,7 +182,8 @@ func goingAway(c container.InspectResponse) bool {
 // listenDirOf returns the host's directory that the guest dials out through; empty where there is none.
 func listenDirOf(mounts []container.MountPoint) string {
 	for _, m := range mounts {
-		if m.Destination == hostDir {
+		// An image may declare a volume there, which is no directory of the host's.
+		if m.Type == mount.TypeBind && path.Clean(m.Destination) == hostDir {
 			return filepath.Clean(m.Source)
 		}
 	}

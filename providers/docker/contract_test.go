@@ -30,7 +30,7 @@ func (l place) contract(t *testing.T) *contract.Place {
 	t.Helper()
 	engine, proxy := onEngine(t), newProxy(t, filepath.Join(l.sockets, "engine"))
 	return &contract.Place{
-		BrokerID: brokerID, Image: imported(t, "ordinary", ordinary), Sockets: filepath.Join(l.sockets, "s"),
+		Slow: true, BrokerID: brokerID, Image: imported(t, "ordinary", ordinary), Sockets: filepath.Join(l.sockets, "s"),
 		Open: func(t testing.TB, brokerID string) providers.Provider {
 			t.Helper()
 			return provider(t, func(o *docker.Options) { o.BrokerID, o.Host = brokerID, proxy.host })
@@ -73,6 +73,10 @@ func (l place) contract(t *testing.T) *contract.Place {
 			proxy.fails("the engine does not say that the container was made", "POST .*/containers/create", 0),
 			proxy.fails("the engine does not say that the container was started", "POST .*/containers/[^/]+/start", 0),
 			proxy.fails("the engine is away when the container is looked at", "GET .*/containers/[^/]+/json", 503),
+			proxy.fails("the engine refuses to make the network", "POST .*/networks/create", 500),
+			proxy.fails("the engine does not say that the network was made", "POST .*/networks/create", 0),
+			proxy.fails("the engine is away when the networks are listed", "GET .*/networks", 503),
+			proxy.fails("the engine is away when the network is looked at", "GET .*/networks/[^/]+", 503),
 			proxy.fails("the engine is away when the image is looked at", "GET .*/images/.*", 503),
 		},
 	}

@@ -24,13 +24,15 @@ import (
 
 // Where things are in a machine.
 const (
-	binDir           = "/.berth/bin"
-	stateDir         = "/.berth/state"
-	runDir           = "/.berth/run"
-	hostDir          = "/.berth/host"
+	guestsDir        = "/.berth"
+	binDir           = guestsDir + "/bin"
+	stateDir         = guestsDir + "/state"
+	runDir           = guestsDir + "/run"
+	hostDir          = guestsDir + "/host"
 	bootFile         = "boot.json" // in hostDir where that is there, else in stateDir
 	guestFile        = "berth-guest"
 	guestProgram     = binDir + "/" + guestFile
+	guestProcess     = 1 // in its container
 	guestSocket      = runDir + "/" + reverse.SocketName
 	defaultWorkspace = "/workspace"
 	// defaultPath is PATH in a machine whose image names none, that of a login on most systems.
@@ -39,12 +41,16 @@ const (
 
 // The provider_options.
 const (
-	optionRuntime  = "runtime"
-	optionSuspend  = "suspend"
-	optionReadOnly = "read_only"
+	optionRuntime   = "runtime"
+	optionSuspend   = "suspend"
+	optionReadOnly  = "read_only"
+	optionHardening = "hardening"
 
 	suspendPause = "pause"
 	suspendStop  = "stop"
+
+	hardeningDefault = "default"
+	hardeningStrict  = "strict"
 )
 
 // Create makes the container, gives it its BootConfig and starts it. A crash between any two of these
@@ -88,7 +94,7 @@ func (p *Provider) check(spec providers.MachineSpec) error {
 		return refuse("its socket directory %q must be an absolute path", spec.ListenDir)
 	case spec.Workspace != "" && (!path.IsAbs(spec.Workspace) || path.Clean(spec.Workspace) == "/"):
 		return refuse("its workspace %q must be an absolute path below /", spec.Workspace)
-	case spec.Workspace == "/.berth" || strings.HasPrefix(path.Clean(spec.Workspace), "/.berth/"):
+	case inGuestsDir(spec.Workspace):
 		return refuse("its workspace %q lies in the guest's own directory", spec.Workspace)
 	case spec.Resources.DiskBytes != 0:
 		return refuse("a container's disk cannot be limited")
@@ -112,8 +118,15 @@ func (p *Provider) check(spec providers.MachineSpec) error {
 			if value != "true" && value != "false" {
 				return refuse("provider_options.read_only is %q: want true or false", value)
 			}
+		case optionHardening:
+			if value != hardeningDefault && value != hardeningStrict {
+				return refuse("provider_options.hardening is %q: want %s or %s", value, hardeningDefault, hardeningStrict)
+			}
+			if value == hardeningStrict && spec.Options[optionReadOnly] == "false" {
+				return refuse("provider_options.read_only is false, and hardening=strict makes the image read-only: leave one of them out")
+			}
 		default:
-			return refuse("there is no provider_options.%s: want %s, %s or %s", option, optionRuntime, optionSuspend, optionReadOnly)
+			return refuse("there is no provider_options.%s: want %s, %s, %s or %s", option, optionHardening, optionRuntime, optionSuspend, optionReadOnly)
 		}
 	}
 	if _, err := reverse.SocketPath(spec.ListenDir); err != nil {
@@ -136,7 +149,7 @@ func (p *Provider) createNew(ctx context.Context, spec providers.MachineSpec) (p
 	if err != nil {
 		return providers.Handle{}, p.undo(ctx, spec, "", fmt.Errorf("machine %s: %w", spec.MachineID, err))
 	}
-	id, err := p.make(ctx, spec, image, supplied)
+	id, err := p.makeOnNetwork(ctx, spec, image, supplied)
 	if err != nil {
 		return providers.Handle{}, p.undo(ctx, spec, "", err)
 	}
@@ -166,6 +179,7 @@ func (p *Provider) undo(ctx context.Context, spec providers.MachineSpec, id stri
 	if err := removeListenDir(spec.ListenDir, spec.MachineID); err != nil {
 		return fmt.Errorf("%w: %s (and undoing it: %w)", providers.ErrAmbiguous, cause.Error(), err)
 	}
+	p.removeUnusedNetwork(ctx)
 	return cause
 }
 
@@ -189,6 +203,9 @@ func (p *Provider) createAgain(ctx context.Context, found container.InspectRespo
 			return providers.Handle{}, fmt.Errorf("machine %s: %w", spec.MachineID, err)
 		}
 	}
+	if err := p.reconnect(ctx, found); err != nil {
+		return providers.Handle{}, fmt.Errorf("machine %s: %w", spec.MachineID, err)
+	}
 	// The machine's own guest is in the volume that it was made with.
 	if err := p.boot(ctx, found, image, spec); err != nil {
 		return providers.Handle{}, definite(err)
@@ -204,10 +221,20 @@ func makeListenDir(dir string) error {
 	return nil
 }
 
+// makeOnNetwork makes the container on a network that stays until it is there.
+func (p *Provider) makeOnNetwork(ctx context.Context, spec providers.MachineSpec, image imageInfo, supplied supplied) (id string, err error) {
+	network, leave, err := p.joinNetwork(ctx)
+	if err != nil {
+		return "", fmt.Errorf("machine %s: %w", spec.MachineID, err)
+	}
+	defer leave()
+	return p.make(ctx, spec, image, supplied, network)
+}
+
 // make makes the container.
-func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image imageInfo, supplied supplied) (id string, err error) {
+func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image imageInfo, supplied supplied, network string) (id string, err error) {
 	options := client.ContainerCreateOptions{
-		Name: containerName(spec.MachineID), Config: p.config(spec, image, supplied), HostConfig: hostConfig(spec, supplied),
+		Name: containerName(spec.MachineID), Config: p.config(spec, image, supplied), HostConfig: p.hostConfig(spec, image, supplied, network),
 	}
 	// gofail: var dockerBeforeCreate struct{}
 	// os.Exit(137)
@@ -220,9 +247,7 @@ func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image i
 	err = p.change(ctx, changeTimeout, "making container "+options.Name, func(ctx context.Context) error {
 		made, err := p.engine.ContainerCreate(ctx, options)
 		id = made.ID
-		for _, warning := range made.Warnings {
-			p.log.Warn("the engine warns", "machine", spec.MachineID, "warning", warning)
-		}
+		p.warn(made.Warnings)
 		return err
 	})
 	// gofail: var dockerAfterCreate struct{}
@@ -237,6 +262,15 @@ func (p *Provider) make(ctx context.Context, spec providers.MachineSpec, image i
 		return "", fmt.Errorf("%w: %w", err, providers.ErrNoImage)
 	}
 	return "", err
+}
+
+// warn logs what an engine warns of, once: it says the same of every machine that asks for the same.
+func (p *Provider) warn(warnings []string) {
+	for _, warning := range warnings {
+		if _, known := p.warned.LoadOrStore(warning, true); !known {
+			p.log.Warn("the engine warns", "warning", warning)
+		}
+	}
 }
 
 // turn waits until few enough starts are in progress.
@@ -263,14 +297,14 @@ func (p *Provider) config(spec providers.MachineSpec, image imageInfo, supplied 
 		// Whatever the image is made to do, the machine's first process is the guest, as root, so that it
 		// can run each job as its user.
 		Entrypoint: []string{guestProgram},
-		Cmd:        []string{"serve", "--config", path.Join(configDir, bootFile)},
+		Cmd:        []string{"init", "--config", path.Join(configDir, bootFile)},
 		User:       "0", WorkingDir: "/", StopSignal: "SIGTERM",
 		Healthcheck: &container.HealthConfig{Test: []string{"NONE"}},
 	}
 }
 
-func hostConfig(spec providers.MachineSpec, supplied supplied) *container.HostConfig {
-	notInit, readOnly := false, spec.Options[optionReadOnly] == "true"
+func (p *Provider) hostConfig(spec providers.MachineSpec, image imageInfo, supplied supplied, network string) *container.HostConfig {
+	notInit := false
 	// Both labels: Destroy finds by them a volume whose container somebody removed by hand.
 	own := map[string]string{labelBroker: spec.BrokerID, labelMachine: spec.MachineID}
 	private := func(target string) mount.Mount {
@@ -284,24 +318,17 @@ func hostConfig(spec providers.MachineSpec, supplied supplied) *container.HostCo
 	if supplied.shared {
 		mounts = append(mounts, mount.Mount{Type: mount.TypeBind, Source: filepath.Clean(spec.ListenDir), Target: hostDir, ReadOnly: true})
 	}
-	if readOnly {
-		mounts = append(mounts, private(workspaceOf(spec)),
-			mount.Mount{Type: mount.TypeTmpfs, Target: "/tmp", TmpfsOptions: &mount.TmpfsOptions{Mode: 0o1777}})
+	if readOnly(spec) {
+		mounts = append(append(mounts, private(workspaceOf(spec))), scratch(spec)...)
 	}
 	host := &container.HostConfig{
-		Mounts: mounts, Init: &notInit, ReadonlyRootfs: readOnly, Runtime: spec.Options[optionRuntime],
+		Mounts: mounts, Init: &notInit, ReadonlyRootfs: readOnly(spec), Runtime: spec.Options[optionRuntime],
+		NetworkMode:   container.NetworkMode(network),
 		RestartPolicy: container.RestartPolicy{Name: container.RestartPolicyDisabled},
 		LogConfig:     container.LogConfig{Type: "json-file", Config: map[string]string{"max-size": guestLogBytes, "max-file": "1"}},
-		Resources: container.Resources{
-			NanoCPUs: int64(spec.Resources.CPUs * 1e9),
-			// The two being the same means no swap: a limit is a limit.
-			Memory: int64(spec.Resources.MemoryBytes), MemorySwap: int64(spec.Resources.MemoryBytes),
-		},
+		Resources:     p.limits(spec),
 	}
-	if spec.Resources.PIDs > 0 {
-		pids := int64(spec.Resources.PIDs)
-		host.PidsLimit = &pids
-	}
+	confine(host, spec, image)
 	return host
 }
 

@@ -44,6 +44,7 @@ func (p *Provider) Destroy(ctx context.Context, machine providers.Machine) error
 	if err := removeListenDir(machine.ListenDir, machine.ID); err != nil {
 		return fmt.Errorf("destroying machine %s: %w", machine.ID, err)
 	}
+	p.removeUnusedNetwork(ctx)
 	return nil
 }
 

@@ -2,12 +2,14 @@ package docker
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,7 +34,7 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	}
 	d := &dialer{provider: p, container: found.ID, machine: machine.ID}
 	if dir := listenDirOf(found.Mounts); dir != "" && !p.bridge {
-		if d.out, err = reverse.Listen(dir); err != nil {
+		if d.out, err = reverse.Listen(dir, d.guestHostProcess); err != nil {
 			return nil, fmt.Errorf("listening for machine %s: %w", machine.ID, err)
 		}
 	}
@@ -45,6 +47,7 @@ type dialer struct {
 	container string
 	machine   string
 	out       *reverse.Dialer // nil where no file system is shared
+	unseen    atomic.Bool     // its guest's process cannot be seen from here
 	bridged   atomic.Bool     // the last stream went through the bridge though the guest may dial out
 }
 
@@ -73,6 +76,27 @@ func (d *dialer) Dial(ctx context.Context) (net.Conn, error) {
 	return conn, nil
 }
 
+// guestHostProcess returns the container's first process, which is the guest; 0 where the engine's process ids
+// are not ours, as with a runtime that has a kernel of its own: what bears that id here is no guest then.
+func (d *dialer) guestHostProcess() (int, error) {
+	found, err := d.provider.inspect(context.Background(), d.container) // bounded by the provider's own timeout
+	if err != nil {
+		return 0, err
+	}
+	pid := found.State.Pid
+	if pid == 0 {
+		return 0, fmt.Errorf("machine %s: its container does not run", d.machine)
+	}
+	command, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil || !bytes.HasPrefix(command, []byte(guestProgram+"\x00")) {
+		if !d.unseen.Swap(true) {
+			d.provider.log.Warn("the engine's processes cannot be seen from here, so a guest is known by its proofs alone", "machine", d.machine)
+		}
+		return 0, nil
+	}
+	return pid, nil
+}
+
 func (d *dialer) dialOut(ctx context.Context, timeout time.Duration) (net.Conn, error) {
 	limited, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -97,7 +121,7 @@ func (p *Provider) dialBridge(ctx context.Context, container string) (net.Conn, 
 	err = p.change(ctx, readTimeout, fmt.Sprintf("running the bridge in container %.12s", container), func(ctx context.Context) error {
 		made, err := p.engine.ExecCreate(ctx, container, client.ExecCreateOptions{
 			User: "0", AttachStdin: true, AttachStdout: true, AttachStderr: true, WorkingDir: "/",
-			Cmd: bridge.Command(guestProgram, guestSocket, nonce),
+			Cmd: bridge.Command(guestProgram, guestSocket, guestProcess, nonce),
 		})
 		if err != nil {
 			return err

@@ -23,6 +23,7 @@ import (
 	"log/slog"
 	"regexp"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moby/moby/client"
@@ -57,6 +58,7 @@ const (
 	pullRetry           = 5 * time.Second        // RetryAfter while an image is being pulled
 	stopGrace           = 10                     // seconds that a guest gets to end its jobs before it is killed
 	goneTimeout         = 30 * time.Second       // how long a container that is being removed may stay
+	networkTimeout      = 20 * time.Second       // for removing a network that nobody waits for
 	gonePoll            = 50 * time.Millisecond  // between two looks at that
 	dialOutTime         = 5 * time.Second        // how long a guest may take to dial out before the bridge is tried; it takes 10 ms when it runs
 	dialOutAgain        = 200 * time.Millisecond // the same once the bridge has proved to be the only way
@@ -76,6 +78,11 @@ type Options struct {
 	Host string
 	// Image is what machines are made from that name none. Default: DefaultImage.
 	Image string
+	// Network is the engine's network that machines are put on. Default: a bridge of this broker's own, on which
+	// machines cannot reach one another.
+	Network string
+	// Defaults are the memory and the processes of a machine that asks for no limit. Zero is no limit.
+	Defaults providers.Resources
 	// Bridge makes all streams go through the engine, also where a file system is shared.
 	Bridge bool
 	// Log takes a line about what takes long or looks odd. Default: slog.Default().
@@ -87,11 +94,16 @@ type Provider struct {
 	broker   string
 	guest    func(arch string) (string, error)
 	image    string
+	network  string // empty: the broker's own
+	defaults providers.Resources
 	bridge   bool
 	log      *slog.Logger
 	engine   *client.Client
 	machines keyedLock     // by machine id: what changes one machine takes turns
+	networks keyedLock     // making, counting on and removing the broker's own network takes turns
+	joining  atomic.Int32  // how many machines' containers are being made on it
 	starting chan struct{} // holds a token for each start in progress
+	warned   sync.Map      // the engine's warnings that were logged
 	pulls    pulls
 	supply   supply
 }
@@ -114,6 +126,11 @@ func New(options Options) (*Provider, error) {
 	if options.GuestPath == nil {
 		return nil, errors.New("docker provider: GuestPath is missing: it says where berth-guest is")
 	}
+	if options.Network != "" {
+		if err := CheckNetwork(options.Network); err != nil {
+			return nil, fmt.Errorf("docker provider: Network: %w", err)
+		}
+	}
 	if options.Log == nil {
 		options.Log = slog.Default()
 	}
@@ -126,7 +143,7 @@ func New(options Options) (*Provider, error) {
 	}
 	return &Provider{
 		broker: options.BrokerID, guest: options.GuestPath, image: options.Image, bridge: options.Bridge,
-		log: options.Log, engine: engine, starting: make(chan struct{}, maxConcurrentStarts),
+		network: options.Network, defaults: options.Defaults, log: options.Log, engine: engine, starting: make(chan struct{}, maxConcurrentStarts),
 	}, nil
 }
 
@@ -166,8 +183,12 @@ func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
 		Options: []providers.Option{
 			{Name: optionRuntime, Description: "the engine's runtime for the container, for example runsc; default: the engine's"},
 			{Name: optionSuspend, Description: "pause (default): memory is kept and processes go on; stop: only the disk is kept"},
+			{Name: optionHardening, Description: "strict: no capabilities, no new privileges, read_only, and /tmp, /var/tmp and /run in memory; default: the engine's capabilities without NET_RAW and MKNOD"},
 			{Name: optionReadOnly, Description: "true: the image cannot be written to, only the workspace and /tmp"},
 		},
+	}
+	if p.network == "" {
+		info.Capabilities = append(info.Capabilities, providers.CapNetworkIsolated)
 	}
 	limited, cancel := context.WithTimeout(ctx, infoTimeout)
 	defer cancel()
@@ -190,7 +211,7 @@ func (p *Provider) Info(ctx context.Context) (providers.Info, error) {
 		return info, nil
 	}
 	info.Healthy = true
-	info.Message = fmt.Sprintf("Docker Engine %s at %s", version.Version, p.engine.DaemonHost())
+	info.Message = fmt.Sprintf("Docker Engine %s at %s; machines with a network reach what its host serves", version.Version, p.engine.DaemonHost())
 	return info, nil
 }
 

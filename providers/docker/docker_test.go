@@ -89,6 +89,12 @@ func (y *engineYard) clear() error {
 			err = errors.Join(err, removeErr)
 		}
 	}
+	networks, networksErr := y.engine.NetworkList(ctx, client.NetworkListOptions{})
+	for _, n := range networks.Items {
+		if n.Labels["dev.berth.broker"] == brokerID {
+			left = append(left, "network "+n.Name)
+		}
+	}
 	images, imagesErr := y.engine.ImageList(ctx, client.ImageListOptions{Filters: client.Filters{}.Add("label", "dev.berth.broker="+brokerID)})
 	for _, i := range images.Items {
 		left = append(left, fmt.Sprintf("image %s %v", i.ID, i.RepoTags))
@@ -100,7 +106,7 @@ func (y *engineYard) clear() error {
 	if len(left) > 0 {
 		err = errors.Join(err, fmt.Errorf("left behind:\n%s", strings.Join(left, "\n")))
 	}
-	return errors.Join(err, volumesErr, imagesErr, y.engine.Close())
+	return errors.Join(err, volumesErr, networksErr, imagesErr, y.engine.Close())
 }
 
 func guestDigest() string {

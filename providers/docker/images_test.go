@@ -28,7 +28,7 @@ type rootfs struct {
 var (
 	// ordinary has a shell and two users.
 	ordinary = rootfs{
-		programs: []string{"sh", "true", "cat", "echo", "id", "sleep", "dd", "tail", "ls", "touch", "ip", "env", "head", "mkdir", "test", "stat", "tr", "grep", "setsid"},
+		programs: []string{"sh", "true", "cat", "echo", "id", "sleep", "dd", "tail", "ls", "touch", "ip", "env", "head", "mkdir", "test", "stat", "tr", "grep", "setsid", "nc", "hostname"},
 		files:    map[string]string{"etc/passwd": "root:x:0:0::/root:/bin/sh\nworker:x:1000:1000::/home:/bin/sh\n", "etc/group": "root:x:0:\nworker:x:1000:\n"},
 		dirs:     []string{"tmp", "root", "home"},
 	}

@@ -534,7 +534,7 @@ func TestASnapshotBecomesAMachine(t *testing.T) {
 func TestLimitsHold(t *testing.T) {
 	at, p, id := newPlace(t), provider(t), newID()
 	spec := at.spec(id, imported(t, "ordinary", ordinary))
-	spec.Resources = providers.Resources{CPUs: 0.5, MemoryBytes: 64 << 20, PIDs: 30}
+	spec.Resources = providers.Resources{CPUs: 0.5, MemoryBytes: 64 << 20, PIDs: 40}
 	at.create(t, p, spec)
 	g := at.reach(t, p, id)
 	// tail keeps a line that never ends in memory.
@@ -542,7 +542,7 @@ func TestLimitsHold(t *testing.T) {
 		t.Errorf("200 MB fit into 64: %+v", got)
 	}
 	if got := g.Shell("i=0; while test $i -lt 60; do sleep 5 & i=$((i+1)); done; echo all"); got.Out == "all\n" {
-		t.Errorf("60 processes fit into 30: %+v", got)
+		t.Errorf("60 processes fit into 40: %+v", got)
 	}
 	if got := inspect(t, onEngine(t), "berth-"+id).HostConfig; got.NanoCPUs != 5e8 {
 		t.Errorf("CPUs: %d", got.NanoCPUs)
@@ -654,21 +654,27 @@ func TestWhatIsRefusedLeavesNothing(t *testing.T) {
 		want   error
 		says   string
 	}{
-		"an image that nobody has":    {func(s *providers.MachineSpec) { s.Image = "localhost:1/no/such:image" }, providers.ErrNoImage, "localhost:1/no/such:image"},
-		"what is no image's name":     {func(s *providers.MachineSpec) { s.Image = "NO SUCH" }, providers.ErrNoImage, "NO SUCH"},
-		"another broker's":            {func(s *providers.MachineSpec) { s.BrokerID = "other" }, providers.ErrRefused, "other"},
-		"no token":                    {func(s *providers.MachineSpec) { s.Token = nil }, providers.ErrRefused, "token"},
-		"a disk limit":                {func(s *providers.MachineSpec) { s.Resources.DiskBytes = 1 }, providers.ErrRefused, "disk"},
-		"too little memory":           {func(s *providers.MachineSpec) { s.Resources.MemoryBytes = 1 << 10 }, providers.ErrRefused, "memory"},
-		"more CPUs than there are":    {func(s *providers.MachineSpec) { s.Resources.CPUs = 100000 }, providers.ErrRefused, "CPUs"},
-		"a list of hosts":             {func(s *providers.MachineSpec) { s.Egress.Mode = providers.EgressAllowList }, providers.ErrRefused, "hosts"},
-		"a runtime that is not there": {func(s *providers.MachineSpec) { s.Options = map[string]string{"runtime": "moonshine"} }, providers.ErrRefused, "moonshine"},
-		"an option that is none":      {func(s *providers.MachineSpec) { s.Options = map[string]string{"colour": "red"} }, providers.ErrRefused, "colour"},
-		"a suspend that is none":      {func(s *providers.MachineSpec) { s.Options = map[string]string{"suspend": "hibernate"} }, providers.ErrRefused, "hibernate"},
-		"a workspace that is /":       {func(s *providers.MachineSpec) { s.Workspace = "/" }, providers.ErrRefused, "workspace"},
-		"a workspace in the guest's":  {func(s *providers.MachineSpec) { s.Workspace = "/.berth/x" }, providers.ErrRefused, "workspace"},
-		"a snapshot and an image":     {func(s *providers.MachineSpec) { s.FromSnapshot = "s" }, providers.ErrRefused, "both"},
-		"a socket path too long":      {func(s *providers.MachineSpec) { s.ListenDir = "/" + strings.Repeat("x", 120) }, providers.ErrRefused, "shorter"},
+		"an image that nobody has":                  {func(s *providers.MachineSpec) { s.Image = "localhost:1/no/such:image" }, providers.ErrNoImage, "localhost:1/no/such:image"},
+		"what is no image's name":                   {func(s *providers.MachineSpec) { s.Image = "NO SUCH" }, providers.ErrNoImage, "NO SUCH"},
+		"another broker's":                          {func(s *providers.MachineSpec) { s.BrokerID = "other" }, providers.ErrRefused, "other"},
+		"no token":                                  {func(s *providers.MachineSpec) { s.Token = nil }, providers.ErrRefused, "token"},
+		"a disk limit":                              {func(s *providers.MachineSpec) { s.Resources.DiskBytes = 1 }, providers.ErrRefused, "disk"},
+		"too little memory":                         {func(s *providers.MachineSpec) { s.Resources.MemoryBytes = 1 << 10 }, providers.ErrRefused, "memory"},
+		"more CPUs than there are":                  {func(s *providers.MachineSpec) { s.Resources.CPUs = 100000 }, providers.ErrRefused, "CPUs"},
+		"a list of hosts":                           {func(s *providers.MachineSpec) { s.Egress.Mode = providers.EgressAllowList }, providers.ErrRefused, "hosts"},
+		"a runtime that is not there":               {func(s *providers.MachineSpec) { s.Options = map[string]string{"runtime": "moonshine"} }, providers.ErrRefused, "moonshine"},
+		"an option that is none":                    {func(s *providers.MachineSpec) { s.Options = map[string]string{"colour": "red"} }, providers.ErrRefused, "colour"},
+		"a suspend that is none":                    {func(s *providers.MachineSpec) { s.Options = map[string]string{"suspend": "hibernate"} }, providers.ErrRefused, "hibernate"},
+		"a workspace that is /":                     {func(s *providers.MachineSpec) { s.Workspace = "/" }, providers.ErrRefused, "workspace"},
+		"a workspace that comes out as the guest's": {func(s *providers.MachineSpec) { s.Workspace = "/x/..//.berth/./" }, providers.ErrRefused, "guest's own directory"},
+		"a workspace that goes up to it":            {func(s *providers.MachineSpec) { s.Workspace = "/.berth/bin/.." }, providers.ErrRefused, "guest's own directory"},
+		"a hardening that is none":                  {func(s *providers.MachineSpec) { s.Options = map[string]string{"hardening": "some"} }, providers.ErrRefused, "strict"},
+		"strict and yet writable": {func(s *providers.MachineSpec) {
+			s.Options = map[string]string{"hardening": "strict", "read_only": "false"}
+		}, providers.ErrRefused, "read_only"},
+		"a workspace in the guest's": {func(s *providers.MachineSpec) { s.Workspace = "/.berth/x" }, providers.ErrRefused, "workspace"},
+		"a snapshot and an image":    {func(s *providers.MachineSpec) { s.FromSnapshot = "s" }, providers.ErrRefused, "both"},
+		"a socket path too long":     {func(s *providers.MachineSpec) { s.ListenDir = "/" + strings.Repeat("x", 120) }, providers.ErrRefused, "shorter"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			at, p, id := newPlace(t), provider(t), newID()

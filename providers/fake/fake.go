@@ -312,7 +312,7 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 		if m.Broker != p.broker {
 			return fmt.Errorf("machine %s is another broker's: %w", m.ID, providers.ErrNotFound)
 		}
-		opened, err := reverse.Listen(m.ListenDir)
+		opened, err := reverse.Listen(m.ListenDir, nil)
 		if err != nil {
 			return fmt.Errorf("listening for machine %s: %w", m.ID, err)
 		}

@@ -221,7 +221,7 @@ func (m *machine) start(program string, token []byte, lock *os.File) (int, error
 	for key, value := range config.GetEnv() {
 		environment = append(environment, key+"="+value)
 	}
-	child, err := os.StartProcess(program, []string{"berth-guest", "serve", "--config", m.path(bootFile), "--lock-fd", strconv.Itoa(lockFD)}, &os.ProcAttr{
+	child, err := os.StartProcess(program, []string{"berth-guest", "init", "--config", m.path(bootFile), "--lock-fd", strconv.Itoa(lockFD)}, &os.ProcAttr{
 		Dir: m.path("workspace"), Env: environment, Files: []*os.File{input, output, output, lock},
 		Sys: &syscall.SysProcAttr{Setsid: true},
 	})

@@ -12,7 +12,9 @@ import (
 // SetRules makes these the rules that change what guests say from the next reply on; none takes all away. The first
 // script, also one without rules, makes brokers dial their guests anew, for from then on somebody stands in
 // the middle of every connection. A rule that could never be applied is refused.
-func (w Harness) SetRules(rules ...faultproxy.Rule) error { return faultproxy.In(w.dir).Write(rules...) }
+func (w Harness) SetRules(rules ...faultproxy.Rule) error {
+	return faultproxy.In(w.dir).Write(rules...)
+}
 
 // Applied returns how often a rule was applied.
 func (w Harness) Applied(id string) (int, error) {

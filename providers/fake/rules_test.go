@@ -49,11 +49,14 @@ func proxiedGuest(t *testing.T, rules ...faultproxy.Rule) (p *Provider, id strin
 
 func hello(t *testing.T, guest guestv1.GuestServiceClient, id string) {
 	t.Helper()
+	challenge, err := guest.Challenge(t.Context(), &guestv1.ChallengeRequest{})
+	must(t, err)
 	nonce := make([]byte, 32)
 	proof := func(who string) []byte {
 		mac := hmac.New(sha256.New, make([]byte, 32))
 		mac.Write([]byte(who))
 		mac.Write(nonce)
+		mac.Write(challenge.GetNonce())
 		return mac.Sum(nil)
 	}
 	said, err := guest.Hello(t.Context(), &guestv1.HelloRequest{Protocol: 1, MachineId: id, Nonce: nonce, Proof: proof("berth broker")})

@@ -50,7 +50,7 @@ func benchmarkRun(b *testing.B, m *machine, callers int) {
 		}
 	}
 	ping := func() {
-		_, err := m.calls.Hello(context.Background(), m.helloRequest())
+		_, err := m.calls.Hello(context.Background(), m.helloRequest(m.calls))
 		if err != nil {
 			b.Error(err)
 		}

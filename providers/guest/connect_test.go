@@ -44,24 +44,35 @@ func TestNothingIsAnsweredBeforeHello(t *testing.T) {
 		change func(*guestv1.HelloRequest)
 		code   codes.Code
 	}{
-		"a wrong proof":        {func(r *guestv1.HelloRequest) { r.Proof[0] ^= 1 }, codes.Unauthenticated},
-		"no proof":             {func(r *guestv1.HelloRequest) { r.Proof = nil }, codes.Unauthenticated},
-		"the guest's proof":    {func(r *guestv1.HelloRequest) { r.Proof = prove(m.config.GetToken(), guestContext, r.GetNonce()) }, codes.Unauthenticated},
+		"a wrong proof": {func(r *guestv1.HelloRequest) { r.Proof[0] ^= 1 }, codes.Unauthenticated},
+		"no proof":      {func(r *guestv1.HelloRequest) { r.Proof = nil }, codes.Unauthenticated},
+		"the guest's proof": {func(r *guestv1.HelloRequest) {
+			r.Proof = prove(m.config.GetToken(), guestContext, r.GetNonce(), m.challenge)
+		}, codes.Unauthenticated},
 		"another machine":      {func(r *guestv1.HelloRequest) { r.MachineId = "m_other" }, codes.FailedPrecondition},
 		"another protocol":     {func(r *guestv1.HelloRequest) { r.Protocol = 2 }, codes.FailedPrecondition},
 		"a nonce of few bytes": {func(r *guestv1.HelloRequest) { r.Nonce = r.GetNonce()[:31] }, codes.InvalidArgument},
 	} {
-		r := m.helloRequest()
+		r := m.helloRequest(calls)
 		test.change(r)
 		if _, err := calls.Hello(t.Context(), r); status.Code(err) != test.code {
 			t.Errorf("%s: %v", name, err)
 		}
 		refused("after " + name)
 	}
-	r := m.helloRequest()
+	r := m.helloRequest(calls)
+	if _, err := guestv1.NewGuestServiceClient(clientOn(t, m.accept())).Hello(t.Context(), r); status.Code(err) != codes.FailedPrecondition {
+		t.Errorf("what was said on one connection, on another one without a challenge: %v", err)
+	}
+	other := guestv1.NewGuestServiceClient(clientOn(t, m.accept()))
+	_ = m.helloRequest(other)
+	if _, err := other.Hello(t.Context(), r); status.Code(err) != codes.Unauthenticated {
+		t.Errorf("what was said on one connection, on another one with its own challenge: %v", err)
+	}
+	r = m.helloRequest(calls)
 	hello, err := calls.Hello(t.Context(), r)
 	must(t, err)
-	if string(hello.GetProof()) != string(prove(m.config.GetToken(), guestContext, r.GetNonce())) {
+	if string(hello.GetProof()) != string(prove(m.config.GetToken(), guestContext, r.GetNonce(), m.challenge)) {
 		t.Error("the guest's proof is wrong")
 	}
 	if hello.GetBootId() != m.hello.GetBootId() || hello.GetShell() != "/bin/bash" && hello.GetShell() != "/bin/sh" || hello.GetGeneration() != 3 {
@@ -82,7 +93,7 @@ func TestExactlyOneSpareConnectionWaits(t *testing.T) {
 		}
 		// Taking it makes the guest dial the next one.
 		calls := guestv1.NewGuestServiceClient(clientOn(t, spare))
-		_, err := calls.Hello(t.Context(), m.helloRequest())
+		_, err := calls.Hello(t.Context(), m.helloRequest(calls))
 		must(t, err)
 	}
 	// A spare that dies is replaced.
@@ -126,7 +137,8 @@ func TestTheGuestsOwnSocketIsPrivateAndReplacesAStaleOne(t *testing.T) {
 	}
 	conn, err := net.Dial("unix", path)
 	must(t, err)
-	_, err = guestv1.NewGuestServiceClient(clientOn(t, conn)).Hello(t.Context(), m.helloRequest())
+	calls := guestv1.NewGuestServiceClient(clientOn(t, conn))
+	_, err = calls.Hello(t.Context(), m.helloRequest(calls))
 	must(t, err)
 }
 

@@ -10,6 +10,7 @@
 //	spool      keeps output
 //	record     the guest's directory on disk
 //	clock      timers and deadlines
+//	signals    which signals the guest obeys
 //	refusal    errors with a kind
 //	supervise  runs jobs on top of these
 package guest
@@ -38,6 +39,7 @@ import (
 	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/reap"
 	"github.com/berth-sandbox/berth/providers/guest/record"
+	"github.com/berth-sandbox/berth/providers/guest/signals"
 	"github.com/berth-sandbox/berth/providers/guest/supervise"
 )
 
@@ -78,6 +80,13 @@ func Serve(ctx context.Context, config *guestv1.BootConfig, options Options) err
 	debug.SetMemoryLimit(memoryLimit)
 	reserveThreads()
 	resetInherited(config, options.Log)
+	//mutation:signals-of-jobs if false {
+	if os.Getpid() == 1 {
+		// A job must not end its machine by mistake, with `kill $PPID` or `pkill`.
+		if err := signals.ObeyOutside(); err != nil {
+			return fmt.Errorf("keep signals of jobs from the guest: %w", err)
+		}
+	}
 	if err := makeWorkspace(config.GetWorkspace(), config.GetDefaultUser()); err != nil {
 		// Commands that need it report that it is missing, and others can repair it.
 		options.Log.Warn("the workspace is not usable", "workspace", config.GetWorkspace(), "error", err)

@@ -76,15 +76,16 @@ func serveForTest(file string) error {
 
 // machine is a guest in a process of its own, and the host that it dials.
 type machine struct {
-	t        testing.TB
-	dir      string
-	config   *guestv1.BootConfig
-	listener net.Listener
-	process  *exec.Cmd
-	how      manner
-	calls    guestv1.GuestServiceClient
-	conn     *grpc.ClientConn
-	hello    *guestv1.HelloResponse
+	t         testing.TB
+	dir       string
+	config    *guestv1.BootConfig
+	listener  net.Listener
+	process   *exec.Cmd
+	how       manner
+	calls     guestv1.GuestServiceClient
+	conn      *grpc.ClientConn
+	hello     *guestv1.HelloResponse
+	challenge []byte // of the last helloRequest
 }
 
 // manner is how the guest's process is started.
@@ -233,16 +234,21 @@ func (m *machine) connect() {
 	m.conn = clientOn(m.t, m.accept())
 	m.calls = guestv1.NewGuestServiceClient(m.conn)
 	var err error
-	m.hello, err = m.calls.Hello(m.t.Context(), m.helloRequest())
+	m.hello, err = m.calls.Hello(m.t.Context(), m.helloRequest(m.calls))
 	must(m.t, err)
 }
 
-func (m *machine) helloRequest() *guestv1.HelloRequest {
+// helloRequest takes the guest's challenge on that connection.
+func (m *machine) helloRequest(calls guestv1.GuestServiceClient) *guestv1.HelloRequest {
+	m.t.Helper()
+	challenge, err := calls.Challenge(context.Background(), &guestv1.ChallengeRequest{})
+	must(m.t, err)
+	m.challenge = challenge.GetNonce()
 	nonce := make([]byte, nonceLength)
 	_, _ = rand.Read(nonce)
 	return &guestv1.HelloRequest{
 		Protocol: protocol, MachineId: m.config.GetMachineId(), Nonce: nonce,
-		Proof: prove(m.config.GetToken(), brokerContext, nonce),
+		Proof: prove(m.config.GetToken(), brokerContext, nonce, m.challenge),
 	}
 }
 

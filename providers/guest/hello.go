@@ -3,6 +3,7 @@ package guest
 import (
 	"context"
 	"crypto/hmac"
+	"crypto/rand"
 	"crypto/sha256"
 	"errors"
 	"net"
@@ -48,7 +49,8 @@ type identity struct {
 // connection is what the guest knows of one connection.
 type connection struct {
 	credentials.CommonAuthInfo
-	proved atomic.Bool // Hello succeeded on it
+	challenge atomic.Pointer[[nonceLength]byte] // for the next Hello
+	proved    atomic.Bool                       // Hello succeeded on it
 }
 
 // AuthType names the protocol.
@@ -89,8 +91,12 @@ func connectionOf(ctx context.Context) *connection {
 }
 
 func authenticateUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {
-	if info.FullMethod != guestv1.GuestService_Hello_FullMethodName && !connectionOf(ctx).proved.Load() {
-		return nil, errNoHello
+	switch info.FullMethod {
+	case guestv1.GuestService_Challenge_FullMethodName, guestv1.GuestService_Hello_FullMethodName:
+	default:
+		if !connectionOf(ctx).proved.Load() {
+			return nil, errNoHello
+		}
 	}
 	return handle(ctx, request)
 }
@@ -104,9 +110,19 @@ func authenticateStream(server any, stream grpc.ServerStream, _ *grpc.StreamServ
 
 var errNoHello = status.Error(codes.Unauthenticated, "the first call on a connection is Hello")
 
+// Challenge gives the connection a nonce.
+func (s *service) Challenge(ctx context.Context, _ *guestv1.ChallengeRequest) (*guestv1.ChallengeResponse, error) {
+	nonce := new([nonceLength]byte)
+	if _, err := rand.Read(nonce[:]); err != nil {
+		return nil, status.Errorf(codes.Internal, "make a nonce: %v", err)
+	}
+	connectionOf(ctx).challenge.Store(nonce)
+	return &guestv1.ChallengeResponse{Nonce: nonce[:]}, nil
+}
+
 // Hello opens a connection.
 func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.HelloResponse, error) {
-	me := s.identity.Load()
+	me, challenge := s.identity.Load(), connectionOf(ctx).challenge.Swap(nil)
 	switch {
 	case r.GetProtocol() != protocol:
 		return nil, status.Errorf(codes.FailedPrecondition, "this guest speaks protocol %d, the broker %d: use builds that belong together", protocol, r.GetProtocol())
@@ -114,7 +130,9 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 		return nil, status.Errorf(codes.FailedPrecondition, "this is machine %s, not %s", me.machineID, r.GetMachineId())
 	case len(r.GetNonce()) != nonceLength:
 		return nil, status.Errorf(codes.InvalidArgument, "a nonce has %d bytes, not %d", nonceLength, len(r.GetNonce()))
-	case !hmac.Equal(r.GetProof(), prove(me.token, brokerContext, r.GetNonce())):
+	case challenge == nil:
+		return nil, status.Error(codes.FailedPrecondition, "Hello needs a Challenge before it on the same connection")
+	case !hmac.Equal(r.GetProof(), prove(me.token, brokerContext, r.GetNonce(), challenge[:])):
 		return nil, status.Error(codes.Unauthenticated, "the proof is wrong: the broker does not know this machine's token")
 	}
 	connectionOf(ctx).proved.Store(true)
@@ -123,7 +141,7 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 		Build:        me.build,
 		Capabilities: capabilities,
 		MachineId:    me.machineID,
-		Proof:        prove(me.token, guestContext, r.GetNonce()),
+		Proof:        prove(me.token, guestContext, r.GetNonce(), challenge[:]),
 		BootId:       me.bootID,
 		Containment:  me.containment,
 		Workspace:    me.workspace,
@@ -135,9 +153,11 @@ func (s *service) Hello(ctx context.Context, r *guestv1.HelloRequest) (*guestv1.
 	}, nil
 }
 
-func prove(token []byte, side string, nonce []byte) []byte {
+// prove is one side's proof over both nonces, whose lengths are fixed.
+func prove(token []byte, side string, broker, guest []byte) []byte {
 	mac := hmac.New(sha256.New, token)
 	mac.Write([]byte(side))
-	mac.Write(nonce)
+	mac.Write(broker)
+	mac.Write(guest)
 	return mac.Sum(nil)
 }

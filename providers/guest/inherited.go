@@ -12,11 +12,11 @@ import (
 	"sync"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
+	"github.com/berth-sandbox/berth/providers/guest/signals"
 )
 
 const (
@@ -77,7 +77,7 @@ func resetSignals() error {
 		return err
 	}
 	for _, number := range ignored {
-		if err := setDisposition(number, dispositionDefault); err != nil {
+		if err := signals.Dispose(number, signals.Default); err != nil {
 			return fmt.Errorf("reset %v: %w", number, err)
 		}
 	}
@@ -111,24 +111,6 @@ func ignoredSignals() ([]syscall.Signal, error) {
 
 // Linux has 64 signals on every architecture that Go knows but MIPS.
 const signalCount = 64
-
-// What a process does on a signal: SIG_DFL and SIG_IGN of signal.h.
-const (
-	dispositionDefault = 0
-	dispositionIgnore  = 1
-)
-
-// setDisposition asks the kernel itself, past the runtime and any C library, which refuse the signals that they
-// keep to themselves.
-func setDisposition(number syscall.Signal, handler uintptr) error {
-	// The kernel's struct sigaction on amd64 and arm64: handler, flags, restorer, mask.
-	action := struct{ handler, flags, restorer, mask uintptr }{handler: handler}
-	_, _, errno := unix.RawSyscall6(unix.SYS_RT_SIGACTION, uintptr(number), uintptr(unsafe.Pointer(&action)), 0, signalCount/8, 0, 0) //nolint:gosec // package unix has no call of this name
-	if errno != 0 {
-		return errno
-	}
-	return nil
-}
 
 // resetNice sets the nice value of every thread to 0.
 func resetNice() error {

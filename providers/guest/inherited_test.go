@@ -6,15 +6,16 @@ import (
 	"testing"
 
 	"github.com/berth-sandbox/berth/conformance/testenv"
+	"github.com/berth-sandbox/berth/providers/guest/signals"
 )
 
 func TestAJobInheritsNothingOfWhoStartedTheGuest(t *testing.T) {
 	testenv.Root(t)                                     // to raise limits and the nice value
 	for _, reserved := range []syscall.Signal{32, 34} { // no program can ignore them by its C library
-		if err := setDisposition(reserved, dispositionIgnore); err != nil {
+		if err := signals.Dispose(reserved, signals.Ignore); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = setDisposition(reserved, dispositionDefault) })
+		t.Cleanup(func() { _ = signals.Dispose(reserved, signals.Default) })
 	}
 	m := bootAs(t, manner{script: `
 		trap '' HUP INT QUIT USR1 USR2 PIPE CHLD TSTP RTMIN+3

@@ -449,7 +449,7 @@ func TestARestartKeepsOutcomesAndLosesWhatIsUnknown(t *testing.T) {
 				if !response.GetAlreadyStarted() || s.GetOutcome().GetCause() != test.cause || s.GetBootId() != boot1 || s.GetGeneration() != 3 {
 					t.Errorf("%v", response)
 				}
-				if test.cause == berthv1.Cause_CAUSE_LOST && (s.GetOutcome().ExitCode != nil || !strings.HasPrefix(s.GetOutcome().GetReason(), "guest_restarted: ")) {
+				if test.cause == berthv1.Cause_CAUSE_LOST && (s.GetOutcome().Exit != nil || !strings.HasPrefix(s.GetOutcome().GetReason(), "guest_restarted: ")) {
 					t.Errorf("lost: %v", s.GetOutcome())
 				}
 				read, err := m.calls.Read(t.Context(), &guestv1.ReadRequest{JobId: test.request.GetJobId()})
@@ -840,7 +840,7 @@ func TestTheEndOfTheGuestIsTheEndOfItsJobs(t *testing.T) {
 	}
 }
 
-func TestAsPID1ItSeesOnlyItsMachineAndReapsItsOrphans(t *testing.T) {
+func TestAsPID1ItSeesOnlyItsMachineReapsItsOrphansAndObeysNoJob(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("only root can make namespaces")
 	}
@@ -856,7 +856,12 @@ func TestAsPID1ItSeesOnlyItsMachineAndReapsItsOrphans(t *testing.T) {
 		out := m.run(shell("cat /proc/[0-9]*/stat | grep -c '(sleep)'")).GetStdout().GetHead()
 		return strings.TrimSpace(string(out)) == "0"
 	})
-	m.end() // TERM, and it exits 0
+	for _, script := range []string{"kill 1", "kill $PPID", "kill -HUP 1", "kill -INT 1", "kill -QUIT 1", "kill -SEGV 1", "kill -KILL 1", "kill -STOP 1"} {
+		if o := m.run(shell(script)).GetStatus().GetOutcome(); o.Exit == nil || o.GetExitCode() != 0 {
+			t.Errorf("%s: %v", script, o)
+		}
+	}
+	m.end() // TERM, from outside, and it exits 0
 }
 
 // way is a way of keeping a job together.

@@ -185,11 +185,11 @@ func TestAnotherGenerationHasNoJobOfTheOneBefore(t *testing.T) {
 		t.Errorf("it says %q in generation %d", got, response.GetStatus().GetGeneration())
 	}
 	// From now on it is the other machine, for who connects anew and after a restart as well.
-	if _, err := m.calls.Hello(t.Context(), m.helloRequest()); status.Code(err) != codes.FailedPrecondition {
+	if _, err := m.calls.Hello(t.Context(), m.helloRequest(m.calls)); status.Code(err) != codes.FailedPrecondition {
 		t.Errorf("it still answers to its old name: %v", err)
 	}
 	m.config.MachineId, m.config.Token, m.config.Generation = before+"FORK", bytes.Repeat([]byte("f"), 32), 7
-	hello, err := m.calls.Hello(t.Context(), m.helloRequest())
+	hello, err := m.calls.Hello(t.Context(), m.helloRequest(m.calls))
 	must(t, err)
 	if hello.GetGeneration() != 7 {
 		t.Errorf("it is in generation %d", hello.GetGeneration())

@@ -345,7 +345,7 @@ func (p *Provider) start(ctx context.Context, m *machine, spec providers.Machine
 	}
 	// gofail: var localBeforeSpawn struct{}
 	// os.Exit(137)
-	arguments := []string{"berth-guest", "serve", "--config", m.path(bootFile), "--lock-fd", strconv.Itoa(lockFD)}
+	arguments := []string{"berth-guest", "init", "--config", m.path(bootFile), "--lock-fd", strconv.Itoa(lockFD)}
 	return os.StartProcess(program, arguments, &os.ProcAttr{
 		Dir:   m.dir,
 		Env:   environment(config.GetEnv()),

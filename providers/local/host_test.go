@@ -79,7 +79,7 @@ func TestAnOrdinaryUsersMachineHasNamespacesAndItsJobsNoPower(t *testing.T) {
 	if got := g.run("readlink /proc/self/ns/pid"); got == own+"\n" || !strings.HasPrefix(got, "pid:[") {
 		t.Errorf("its PID namespace is %q, the host's %q", got, own)
 	}
-	if got := g.run("id -u; id -g; tr '\\0' ' ' </proc/1/cmdline"); !strings.HasPrefix(got, "65534\n65534\nberth-guest serve ") {
+	if got := g.run("id -u; id -g; tr '\\0' ' ' </proc/1/cmdline"); !strings.HasPrefix(got, "65534\n65534\nberth-guest init ") {
 		t.Errorf("a job says %q", got)
 	}
 	for range 20 { // from whichever thread of the guest
@@ -254,7 +254,7 @@ func TestMountsOfAMachineStayInIt(t *testing.T) {
 	y.create(t, p, id)
 	g := y.dial(t, p, id)
 	defer g.Close()
-	if got := g.run("mkdir m && mount -t tmpfs none m && touch m/x && ls m; cat /proc/1/cmdline | tr '\\0' ' '"); !strings.HasPrefix(got, "x\nberth-guest serve") {
+	if got := g.run("mkdir m && mount -t tmpfs none m && touch m/x && ls m; cat /proc/1/cmdline | tr '\\0' ' '"); !strings.HasPrefix(got, "x\nberth-guest init") {
 		t.Errorf("the job says %q", got)
 	}
 	if after := mountCount(t); after != before {

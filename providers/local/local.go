@@ -307,11 +307,24 @@ func (p *Provider) Dialer(ctx context.Context, machine providers.Machine) (provi
 	if err := p.reattach(ctx, m); err != nil && !errors.Is(err, errNoGuest) {
 		return nil, err
 	}
-	dialer, err := reverse.Listen(m.record.ListenDir)
+	dialer, err := reverse.Listen(m.record.ListenDir, func() (int, error) { return p.guestProcess(machine.ID) })
 	if err != nil {
 		return nil, fmt.Errorf("listening for machine %s: %w", machine.ID, err)
 	}
 	return dialer, nil
+}
+
+// guestProcess returns the process of a machine's guest. There is always one that may speak for it, if only a
+// dead one: nobody else may.
+func (p *Provider) guestProcess(id string) (int, error) {
+	m, err := p.find(id)
+	if err != nil {
+		return 0, err
+	}
+	if !m.record.Guest.alive() {
+		return 0, fmt.Errorf("machine %s: %w", id, errNoGuest)
+	}
+	return m.record.Guest.PID, nil
 }
 
 // remedies are what helps where the host ran out of something, by its error.

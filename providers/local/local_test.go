@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -540,6 +541,36 @@ func TestAnotherProcessWithTheSamePidIsNotTheGuest(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestTheSocketOfAMachineIsItsGuestsAlone(t *testing.T) {
+	eachMode(t, func(t *testing.T, y yard) {
+		p, id := y.provider(t), newID()
+		y.create(t, p, id)
+		dialer, err := p.Dialer(t.Context(), y.machine(id))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = dialer.Close() }()
+		g, err := provider.ConnectThrough(t, dialer, y.spec(id))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 3 { // this process is not the guest
+			conn, err := net.Dial("unix", filepath.Join(y.sockets, id, "guest.sock"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n, err := conn.Read(make([]byte, 1)); n > 0 || err == nil {
+				t.Errorf("another process than the guest was spoken to: %d, %v", n, err)
+			}
+			_ = conn.Close()
+		}
+		again, err := provider.ConnectThrough(t, dialer, y.spec(id))
+		if err != nil || again.Hello.GetBootId() != g.Hello.GetBootId() {
+			t.Errorf("the guest: %v, %v", again, err)
+		}
+	})
 }
 
 func TestAMissingGuestProgramIsRefusedInWords(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -35,7 +36,15 @@ const (
 	// descriptors run out, which passes.
 	acceptBackoffMin = 5 * time.Millisecond
 	acceptBackoffMax = time.Second
+	// askInterval is how often a connection from an unknown process makes us ask which process the guest is:
+	// whoever is root in a machine can dial as often as it likes.
+	askInterval = time.Second
 )
+
+// Guest returns the process that a machine's guest is now, as this process sees it; 0 where nobody can say,
+// as across unrelated PID namespaces. Then whoever dials is let through to the proofs of Hello. While it
+// fails, nobody is.
+type Guest func() (pid int, err error)
 
 // Dialer hands out the connections that one machine's guest opens. It satisfies providers.Dialer.
 type Dialer struct {
@@ -44,6 +53,10 @@ type Dialer struct {
 	inode    os.FileInfo   // of the socket that we bound, so that Close removes no other
 	closing  chan struct{} // closed by Close
 	accepted chan struct{} // closed when the accept loop has ended
+	guest    Guest         // nil: 0
+	known    atomic.Int64  // what guest said last; unknownGuest until it says something
+	asked    time.Time     // the accept loop's: when it was asked last
+	asking   sync.WaitGroup
 
 	mu      sync.Mutex
 	closed  bool
@@ -67,8 +80,9 @@ func SocketPath(dir string) (string, error) {
 // Listen makes dir (mode 0700) where it is missing, removes a socket that an earlier listener left
 // there, and listens on dir/guest.sock (mode 0600). The directory is one machine's alone; when it is
 // listened in twice, the later listener gets the connections to come. Refused, with
-// providers.ErrRefused, when the path is longer than a socket's address holds.
-func Listen(dir string) (*Dialer, error) {
+// providers.ErrRefused, when the path is longer than a socket's address holds. A connection from another
+// process than the guest is closed: a machine's root can dial too, and would pass on what it hears.
+func Listen(dir string, guest Guest) (*Dialer, error) {
 	path, err := SocketPath(dir)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", err, providers.ErrRefused)
@@ -94,7 +108,9 @@ func Listen(dir string) (*Dialer, error) {
 		inode:    inode,
 		closing:  make(chan struct{}),
 		accepted: make(chan struct{}),
+		guest:    guest,
 	}
+	d.known.Store(unknownGuest)
 	go d.accept()
 	return d, nil
 }
@@ -206,6 +222,7 @@ func (d *Dialer) Close() error {
 
 	err := d.listener.Close()
 	<-d.accepted
+	d.asking.Wait()
 
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -234,7 +251,11 @@ func (d *Dialer) accept() {
 		conn, err := d.listener.AcceptUnix()
 		if err == nil {
 			pause = acceptBackoffMin
-			d.arrived(conn)
+			if d.fromGuest(conn) {
+				d.arrived(conn)
+			} else {
+				drop(conn)
+			}
 			continue
 		}
 		if errors.Is(err, net.ErrClosed) {
@@ -247,6 +268,60 @@ func (d *Dialer) accept() {
 			pause = min(2*pause, acceptBackoffMax)
 		}
 	}
+}
+
+// fromGuest reports whether the guest's process opened the connection, as far as anybody can say.
+func (d *Dialer) fromGuest(conn *net.UnixConn) bool {
+	pid, err := peer(conn)
+	if err != nil {
+		return false
+	}
+	if d.guest == nil || pid == 0 {
+		return true
+	}
+	isGuest := func() bool {
+		known := d.known.Load()
+		return known == 0 || known == int64(pid)
+	}
+	if now := time.Now(); !isGuest() && now.Sub(d.asked) >= askInterval {
+		d.asked = now
+		if d.known.Load() == unknownGuest {
+			d.ask()
+		} else {
+			// The guest is known, so its connections must not wait for this: if it is another one now, it
+			// dials again.
+			d.asking.Go(d.ask)
+		}
+	}
+	return isGuest()
+}
+
+// ask finds out which process the guest is. Without an answer it stays who it was.
+func (d *Dialer) ask() {
+	if pid, err := d.guest(); err == nil {
+		d.known.Store(int64(pid))
+	}
+}
+
+// unknownGuest is no process's id.
+const unknownGuest = -1
+
+// peer returns the process that opened a connection, as it was when it did; 0 where this PID namespace does
+// not show it.
+func peer(conn *net.UnixConn) (int, error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var credentials *unix.Ucred
+	var asked error
+	err = raw.Control(func(fd uintptr) {
+		credentials, asked = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
+	if err := errors.Join(err, asked); err != nil {
+		return 0, err
+	}
+	return int(credentials.Pid), nil
 }
 
 func (d *Dialer) arrived(conn *net.UnixConn) {

@@ -7,9 +7,11 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,11 +20,31 @@ import (
 	"github.com/berth-sandbox/berth/providers"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// strangerVariable has this program dial, again and again, what it names, as another process of a machine
+// would, until it is killed.
+const strangerVariable = "BERTH_TEST_STRANGER_DIALS"
+
+func TestMain(m *testing.M) {
+	if path := os.Getenv(strangerVariable); path != "" {
+		stranger(path)
+	}
+	goleak.VerifyTestMain(m)
+}
+
+func stranger(path string) {
+	for {
+		conn, err := net.Dial("unix", path)
+		if err == nil {
+			_, _ = io.WriteString(conn, "stranger\n")
+			time.AfterFunc(time.Second, func() { _ = conn.Close() }) // idle meanwhile
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
 
 func listen(t *testing.T, dir string) *Dialer {
 	t.Helper()
-	dialer, err := Listen(dir)
+	dialer, err := Listen(dir, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +129,7 @@ func TestTheSocketIsItsOwnersAlone(t *testing.T) {
 func TestAPathThatIsTooLongIsRefusedInWords(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), strings.Repeat("x", 120))
 	path := filepath.Join(dir, SocketName)
-	_, err := Listen(dir)
+	_, err := Listen(dir, nil)
 	if !errors.Is(err, providers.ErrRefused) {
 		t.Fatalf("got %v, want ErrRefused", err)
 	}
@@ -142,7 +164,7 @@ func TestAFileThatIsNoSocketIsLeftAlone(t *testing.T) {
 	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Listen(dir); err == nil || !strings.Contains(err.Error(), path) {
+	if _, err := Listen(dir, nil); err == nil || !strings.Contains(err.Error(), path) {
 		t.Fatalf("got %v, want an error that names %s", err, path)
 	}
 	if content, err := os.ReadFile(path); err != nil || string(content) != "precious" {
@@ -334,5 +356,68 @@ func TestALaterListenerKeepsItsSocketWhenTheEarlierOneCloses(t *testing.T) {
 	guestDials(t, dir, "hello")
 	if got := nameOf(t, dial(t, later)); got != "hello" {
 		t.Errorf("got %q", got)
+	}
+}
+
+func TestOnlyTheGuestsProcessIsListenedTo(t *testing.T) {
+	dir := t.TempDir()
+	var asked atomic.Int32
+	dialer, err := Listen(dir, func() (int, error) {
+		if asked.Add(1) == 1 {
+			return 0, errors.New("nobody knows yet")
+		}
+		return os.Getpid(), nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dialer.Close() }()
+	other := exec.Command(os.Args[0])
+	other.Env = append(os.Environ(), strangerVariable+"="+filepath.Join(dir, SocketName))
+	if err := other.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
+
+	// The guest redials until somebody knows which process it is.
+	begun := time.Now()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	go func() {
+		for ctx.Err() == nil {
+			conn, err := net.Dial("unix", filepath.Join(dir, SocketName))
+			if err != nil {
+				return
+			}
+			_, _ = io.WriteString(conn, "guest\n")
+			_, _ = conn.Read(make([]byte, 1)) // until it is closed
+			_ = conn.Close()
+		}
+	}()
+	for range 5 {
+		conn, err := dialer.Dial(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if who := nameOf(t, conn); who != "guest" {
+			t.Errorf("the dial reached the %s", who)
+		}
+		_ = conn.Close()
+	}
+	if most := int32(time.Since(begun)/askInterval) + 2; asked.Load() > most {
+		t.Errorf("the stranger had the provider asked %d times in %s", asked.Load(), time.Since(begun))
+	}
+}
+
+func TestWhereNobodyCanSayWhoTheGuestIsEveryoneIsLetThroughToHello(t *testing.T) {
+	dir := t.TempDir()
+	dialer, err := Listen(dir, func() (int, error) { return 0, nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dialer.Close() }()
+	guestDials(t, dir, "anybody")
+	if who := nameOf(t, dial(t, dialer)); who != "anybody" {
+		t.Errorf("the dial reached %q", who)
 	}
 }

@@ -26,7 +26,7 @@ func ExitCode(outcome *berthv1.Outcome) int {
 	switch {
 	case outcome.GetCause() == berthv1.Cause_CAUSE_LOST:
 		return usage.ExitBroker
-	case outcome.ExitCode != nil:
+	case outcome.Exit != nil:
 		return int(outcome.GetExitCode())
 	case outcome.GetCause() == berthv1.Cause_CAUSE_TIMED_OUT:
 		return usage.ExitTimeout
@@ -132,7 +132,7 @@ func signalWords(number uint32) string {
 func NotKept(job *berthv1.Job) string {
 	spec := job.GetSpec()
 	switch {
-	case job.GetState() != berthv1.JobState_JOB_STATE_DONE, spec == nil, spec.KeepOutput == nil, spec.GetKeepOutput():
+	case job.GetState() != berthv1.JobState_JOB_STATE_DONE, spec == nil, spec.Keep == nil, spec.GetKeepOutput():
 		return ""
 	case job.GetDetached():
 		return "not kept (it was started with keep_output off)"

@@ -72,7 +72,7 @@ func (b *brokerProcess) guests() []int {
 	commands, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range commands {
 		text, err := os.ReadFile(path)
-		if err != nil || !bytes.Contains(text, []byte("berth-guest\x00serve")) || !bytes.Contains(text, []byte(b.dir)) {
+		if err != nil || !bytes.Contains(text, []byte("berth-guest\x00init")) || !bytes.Contains(text, []byte(b.dir)) {
 			continue
 		}
 		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil {
@@ -114,7 +114,7 @@ func (b *brokerProcess) directGuest(ctx context.Context) (*directGuest, error) {
 		return nil, err
 	}
 	defer func() { _ = listener.Close() }()
-	g := &directGuest{cmd: exec.CommandContext(context.WithoutCancel(ctx), "bin/berth-guest", "serve", "--config", filepath.Join(dir, "boot.json"))}
+	g := &directGuest{cmd: exec.CommandContext(context.WithoutCancel(ctx), "bin/berth-guest", "init", "--config", filepath.Join(dir, "boot.json"))}
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := g.cmd.Start(); err != nil {
 		return nil, err
@@ -129,10 +129,15 @@ func (b *brokerProcess) directGuest(ctx context.Context) (*directGuest, error) {
 		return nil, err
 	}
 	g.client = guestv1.NewGuestServiceClient(g.conn)
+	challenge, err := g.client.Challenge(ctx, &guestv1.ChallengeRequest{})
+	if err != nil {
+		return nil, err
+	}
 	nonce := make([]byte, sha256.Size)
 	mac := hmac.New(sha256.New, token)
 	mac.Write([]byte("berth broker"))
 	mac.Write(nonce)
+	mac.Write(challenge.GetNonce())
 	_, err = g.client.Hello(ctx, &guestv1.HelloRequest{Protocol: 1, MachineId: machine, Nonce: nonce, Proof: mac.Sum(nil)})
 	return g, err
 }

@@ -22,6 +22,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/berth-sandbox/berth/daemon/auth"
+	"github.com/berth-sandbox/berth/providers"
 	"github.com/berth-sandbox/berth/providers/docker"
 )
 
@@ -101,9 +102,12 @@ type tlsConfig struct {
 
 // dockerConfig is what the docker provider may be told.
 type dockerConfig struct {
-	Host   string `yaml:"docker-host"`
-	Image  string `yaml:"docker-image"`
-	Bridge bool   `yaml:"docker-bridge"`
+	Host    string `yaml:"docker-host"`
+	Image   string `yaml:"docker-image"`
+	Bridge  bool   `yaml:"docker-bridge"`
+	Network string `yaml:"docker-network"`
+	Memory  size   `yaml:"docker-memory"`
+	PIDs    uint64 `yaml:"docker-pids"`
 }
 
 // bind declares the flags.
@@ -122,6 +126,10 @@ func bind(cmd *cobra.Command, c *config) {
 	flags.StringVar(&c.Docker.Host, "docker-host", "", "address of the Docker Engine, unix:///path or tcp://host:port (default $DOCKER_HOST, else the local engine)")
 	flags.StringVar(&c.Docker.Image, "docker-image", docker.DefaultImage, "image of docker machines that name none")
 	flags.BoolVar(&c.Docker.Bridge, "docker-bridge", false, "reach docker machines through the engine also where they could dial out")
+	flags.StringVar(&c.Docker.Network, "docker-network", "", "the engine's network that docker machines are put on, as bridge (default a bridge of this broker's own, on which machines cannot reach one another)")
+	c.Docker.Memory = size(docker.DefaultMemoryBytes)
+	flags.Var(&c.Docker.Memory, "docker-memory", "memory of docker machines that ask for no limit, at least 32MiB; 0 is no limit")
+	flags.Uint64Var(&c.Docker.PIDs, "docker-pids", docker.DefaultPIDs, "processes and threads of docker machines that ask for no limit, at least 32; 0 is no limit")
 	flags.StringVar(&c.file, "config", "", "YAML file with these same names; flags win over it")
 	flags.StringVar(&c.LogFormat, "log-format", "text", "text or json")
 	flags.StringVar(&c.LogLevel, "log-level", "info", "debug, info, warn or error")
@@ -202,7 +210,7 @@ func readConfig(path string, c *config) error {
 
 // configNames are the settings of a file: the flags' own names.
 var configNames = []string{
-	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "log-format", "log-level",
+	"state", "run", "listen", "provider", "guest", "docker-host", "docker-image", "docker-bridge", "docker-network", "docker-memory", "docker-pids", "log-format", "log-level",
 	"retention", "retention-jobs", "retention-output", "local-isolation", "token-file", "tls-cert", "tls-key", "tls-client-ca",
 }
 
@@ -223,8 +231,9 @@ func override(cmd *cobra.Command, c, flags config) config {
 		"retention-jobs": func() { c.Receipts = flags.Receipts }, "retention-output": func() { c.Output = flags.Output },
 		"local-isolation": func() { c.Isolation = flags.Isolation },
 		"docker-host":     func() { c.Docker.Host = flags.Docker.Host }, "docker-image": func() { c.Docker.Image = flags.Docker.Image },
-		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge },
-		"token-file":    func() { c.TokenFile = flags.TokenFile }, "tls-cert": func() { c.TLS.Cert = flags.TLS.Cert },
+		"docker-bridge": func() { c.Docker.Bridge = flags.Docker.Bridge }, "docker-network": func() { c.Docker.Network = flags.Docker.Network },
+		"docker-memory": func() { c.Docker.Memory = flags.Docker.Memory }, "docker-pids": func() { c.Docker.PIDs = flags.Docker.PIDs },
+		"token-file": func() { c.TokenFile = flags.TokenFile }, "tls-cert": func() { c.TLS.Cert = flags.TLS.Cert },
 		"tls-key": func() { c.TLS.Key = flags.TLS.Key }, "tls-client-ca": func() { c.TLS.ClientCA = flags.TLS.ClientCA },
 	} {
 		if given(name) {
@@ -254,6 +263,9 @@ func (c config) check() error {
 	if least := minOutput; c.Output < least {
 		return fmt.Errorf("--retention-output: %s is too little: at least %s, what one stream keeps by default", &c.Output, &least)
 	}
+	if err := c.Docker.check(); err != nil {
+		return err
+	}
 	for i, name := range c.Providers {
 		if !slices.Contains(providerNames(), name) {
 			if name == fakeProvider {
@@ -269,6 +281,26 @@ func (c config) check() error {
 		if err := c.checkAddress(address); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// check refuses limits that no machine could live in, and what is no network.
+func (d dockerConfig) check() error {
+	if least := size(providers.MinMemoryBytes); d.Memory != 0 && d.Memory < least {
+		return fmt.Errorf("--docker-memory: %s is too little for a machine and its guest: at least %s, or 0 for no limit", &d.Memory, &least)
+	}
+	if d.PIDs != 0 && d.PIDs < providers.MinPIDs {
+		return fmt.Errorf("--docker-pids: %d are too few for a machine and its guest: at least %d, or 0 for no limit", d.PIDs, providers.MinPIDs)
+	}
+	if d.PIDs > math.MaxInt64 {
+		return fmt.Errorf("--docker-pids: %d is more than there can be: 0 is no limit", d.PIDs)
+	}
+	if d.Network == "" {
+		return nil
+	}
+	if err := docker.CheckNetwork(d.Network); err != nil {
+		return fmt.Errorf("--docker-network: %w", err)
 	}
 	return nil
 }

@@ -67,6 +67,14 @@ func TestASettingComesFromItsFlagThenTheFileThenTheDefault(t *testing.T) {
 			}},
 		{"the flag, also where it says the default", []string{"--config", path, "--log-format", "text", "--retention", defaultRetention.String()},
 			func(c config) bool { return c.LogFormat == "text" && c.Retention == defaultRetention }},
+		{"docker machines by default", []string{"--provider", "local"}, func(c config) bool {
+			return c.Docker.Network == "" && c.Docker.Memory == 4<<30 && c.Docker.PIDs == 4096
+		}},
+		{"docker machines as the file has them, and where both say it as the flag does",
+			[]string{"--provider", "local", "--config", file(t, "docker-network: bridge\ndocker-memory: 8GiB\ndocker-pids: 100\n"), "--docker-pids", "0"},
+			func(c config) bool {
+				return c.Docker.Network == "bridge" && c.Docker.Memory == 8<<30 && c.Docker.PIDs == 0
+			}},
 		{"an empty file", []string{"--config", file(t, ""), "--provider", "local"}, func(c config) bool { return c.LogLevel == "info" }},
 		{"another run directory", []string{"--run", "/r", "--provider", "local"}, func(c config) bool {
 			return slices.Equal(c.Listen, []string{"unix:///r/berthd.sock"})
@@ -101,6 +109,10 @@ func TestWhatMakesNoSenseIsRefusedByItsFlag(t *testing.T) {
 		{"a retention of just more than can be counted", []string{"--retention-output", "8388608TiB"}, "too much"},
 		{"a file with more output than can be counted", []string{"--config", file(t, "retention-output: 8388608TiB\n")}, "too much"},
 		{"a file with no size", []string{"--config", file(t, "retention-output: much\n")}, "--config"},
+		{"docker machines with too little memory for a guest", []string{"--docker-memory", "6MiB"}, "--docker-memory: 6MiB is too little for a machine and its guest: at least 32MiB"},
+		{"docker machines with too few processes for a guest", []string{"--docker-pids", "1"}, "--docker-pids: 1 are too few for a machine and its guest: at least 32"},
+		{"docker machines with more processes than an engine can count", []string{"--docker-pids", "18446744073709551615"}, "--docker-pids"},
+		{"docker machines on the host's own network", []string{"--docker-network", "host"}, "--docker-network"},
 		{"a provider of no name", []string{"--provider", "cloud"}, "--provider"},
 		{"the provider for tests in a build that is not for tests", []string{"--provider", "fake"}, "go build -tags faults"},
 		{"a provider twice", []string{"--provider", "local", "--provider", "local"}, "twice"},

@@ -47,7 +47,8 @@ var known = []provider{
 		}
 		return docker.New(docker.Options{
 			BrokerID: m.brokerID, GuestPath: m.guest, Log: m.log,
-			Host: m.docker.Host, Image: m.docker.Image, Bridge: m.docker.Bridge,
+			Host: m.docker.Host, Image: m.docker.Image, Bridge: m.docker.Bridge, Network: m.docker.Network,
+			Defaults: providers.Resources{MemoryBytes: uint64(m.docker.Memory), PIDs: m.docker.PIDs},
 		})
 	}},
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -85,7 +84,7 @@ func (f *Follower) recover(ctx context.Context, machineID string, status *guestv
 		job = &recordv1.JobRecord{
 			Id: status.GetJobId(), Namespace: machine.GetNamespace(), SandboxId: machine.GetSandboxId(), MachineId: machineID,
 			Generation: machine.GetGeneration(), BootId: status.GetBootId(),
-			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{KeepOutput: proto.Bool(status.GetDurable())},
+			State: berthv1.JobState_JOB_STATE_RUNNING, Spec: &berthv1.JobSpec{Keep: &berthv1.JobSpec_KeepOutput{KeepOutput: status.GetDurable()}},
 			CreateTime: timestamppb.New(f.Now()), StartTime: status.GetStartTime(),
 			Detached: status.GetDurable(), KeepOutput: status.GetDurable(),
 		}

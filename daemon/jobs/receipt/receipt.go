@@ -150,7 +150,7 @@ func (r *Receipts) write(ctx context.Context, job *recordv1.JobRecord, status *g
 // finish changes a job's record for good.
 func (r *Receipts) finish(ctx context.Context, id string, change func(*recordv1.JobRecord)) (*recordv1.JobRecord, error) {
 	var job *recordv1.JobRecord
-	err := r.Store.Update(ctx, func(tx *store.Tx) (err error) {
+	err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) (err error) {
 		if job, err = tx.Job(id); err != nil {
 			return err
 		}
@@ -212,7 +212,7 @@ func (r *Receipts) fetch(ctx context.Context, machineID string, job *recordv1.Jo
 		before.Sealed = from.GetSealed()
 		return before, nil
 	}
-	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), EndAtExit: from.EndAtExit}
+	stats := &berthv1.OutputStats{TotalBytes: from.GetTotalBytes(), Sealed: from.GetSealed(), Exit: from.Exit}
 	if job.GetKeepOutput() {
 		budget := record.OutputLimit(job)
 		for _, kept := range from.GetKept() {

@@ -109,8 +109,8 @@ func SetTimes(job *recordv1.JobRecord, status *guestv1.Status) {
 // NotKept is a stream's stats in a receipt that keeps no output.
 func NotKept(stats *berthv1.OutputStats) *berthv1.OutputStats {
 	none := &berthv1.OutputStats{TotalBytes: stats.GetTotalBytes(), DroppedBytes: stats.GetTotalBytes(), Sealed: true}
-	if stats != nil && stats.EndAtExit != nil {
-		none.EndAtExit = proto.Uint64(stats.GetEndAtExit())
+	if stats != nil && stats.Exit != nil {
+		none.Exit = &berthv1.OutputStats_EndAtExit{EndAtExit: stats.GetEndAtExit()}
 	}
 	return none
 }
@@ -128,7 +128,7 @@ func FailedToStart(reason string) *berthv1.Outcome {
 // Describe says in words how a job ended.
 func Describe(outcome *berthv1.Outcome) string {
 	text := outcome.GetCause().String()[len("CAUSE_"):]
-	if outcome.ExitCode != nil {
+	if outcome.Exit != nil {
 		text += fmt.Sprintf(" exit %d", outcome.GetExitCode())
 	}
 	if outcome.GetReason() != "" {

@@ -30,7 +30,7 @@ func IsOrphaned(job *recordv1.JobRecord, sandbox *recordv1.SandboxRecord) bool {
 // EndOrphaned ends a job that is orphaned as lost, and reports whether it was.
 func (r *Retention) EndOrphaned(ctx context.Context, id string) (bool, error) {
 	orphaned := false
-	err := r.Store.Update(ctx, func(tx *store.Tx) error {
+	err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		orphaned = false
 		job, err := tx.Job(id)
 		if err != nil || job == nil {

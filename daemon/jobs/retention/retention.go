@@ -70,7 +70,7 @@ func (r *Retention) RemoveExcess(ctx context.Context, keep, limit int) (int, err
 	if err != nil || len(ids) == 0 {
 		return 0, err
 	}
-	if err := r.Store.Update(ctx, func(tx *store.Tx) error { return tx.SetDroppedThrough(last) }); err != nil {
+	if err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error { return tx.SetDroppedThrough(last) }); err != nil {
 		return 0, err
 	}
 	return r.remove(ctx, ids)
@@ -87,7 +87,7 @@ func (r *Retention) remove(ctx context.Context, ids []string) (int, error) {
 		return 0, nil
 	}
 	var going []string
-	err := r.Store.Update(ctx, func(tx *store.Tx) error {
+	err := r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		going = going[:0]
 		for _, id := range ids {
 			stays, err := leftSomething(tx, id)
@@ -112,7 +112,7 @@ func (r *Retention) remove(ctx context.Context, ids []string) (int, error) {
 			return 0, fmt.Errorf("drop the output of %s: %w", id, err)
 		}
 	}
-	return len(going), r.Store.Update(ctx, func(tx *store.Tx) error {
+	return len(going), r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		for _, id := range going {
 			if err := tx.DeleteJob(id); err != nil {
 				return err
@@ -263,7 +263,7 @@ func (r *Retention) removeUnnamed() error {
 // receipt goes first: it must not name what is not there.
 func (r *Retention) expire(ctx context.Context, ids []string, wanted uint64) (freed uint64, err error) {
 	var expired []string
-	err = r.Store.Update(ctx, func(tx *store.Tx) error {
+	err = r.Store.UpdateUrgent(ctx, func(tx *store.Tx) error {
 		expired, freed = nil, 0
 		for _, id := range ids {
 			job, err := tx.Job(id)

@@ -100,7 +100,7 @@ func (s *Starter) newJob(id, namespace, sandboxID string, spec *berthv1.JobSpec,
 	return &recordv1.JobRecord{
 		Id: id, Namespace: namespace, SandboxId: sandboxID, Spec: command.Redacted(spec),
 		State: berthv1.JobState_JOB_STATE_RESERVED, Detached: detached, CreateTime: timestamppb.New(now),
-		StartDeadline: timestamppb.New(now.Add(deadline)), KeepOutput: spec.KeepOutput == nil || spec.GetKeepOutput(),
+		StartDeadline: timestamppb.New(now.Add(deadline)), KeepOutput: spec.Keep == nil || spec.GetKeepOutput(),
 	}
 }
 

@@ -104,7 +104,7 @@ func (c *Commands) Add(call request.Call, sandboxID string, spec *berthv1.JobSpe
 		State: berthv1.JobState_JOB_STATE_RUNNING, CreateTime: timestamppb.New(now),
 		MachineId: machine.GetId(), Generation: sandbox.GetGeneration(), BootId: machine.GetBootId(),
 	}
-	job.Spec.KeepOutput = proto.Bool(false)
+	job.Spec.Keep = &berthv1.JobSpec_KeepOutput{KeepOutput: false}
 	c.set(job)
 	if start.IsStale(sandbox, now) {
 		c.touch(sandboxID, now)
@@ -279,15 +279,18 @@ func (c *Commands) ensure(ctx context.Context, ids []string) error {
 	if err := c.Store.Update(ctx, func(*store.Tx) error { return nil }); err != nil {
 		return err
 	}
-	var missing []string
+	var open, missing []string
 	err := c.Store.View(func(tx *store.Tx) error {
 		for _, id := range ids {
 			job, err := tx.Job(id)
 			if err != nil {
 				return err
 			}
-			if !record.IsDone(job) {
+			switch {
+			case job == nil:
 				missing = append(missing, id)
+			case !record.IsDone(job):
+				open = append(open, id)
 			}
 		}
 		return nil
@@ -295,8 +298,14 @@ func (c *Commands) ensure(ctx context.Context, ids []string) error {
 	if err != nil {
 		return err
 	}
-	for part := range slices.Chunk(missing, maxFlushBatch) {
-		err := c.Store.Update(ctx, func(tx *store.Tx) error {
+	// That a job has ended may use a full disk's reserve. One more record may not.
+	return errors.Join(c.writeDone(ctx, open, c.Store.UpdateUrgent), c.writeDone(ctx, missing, c.Store.Update))
+}
+
+// writeDone writes the records of commands that are done with one of the ledger's ways to change it.
+func (c *Commands) writeDone(ctx context.Context, ids []string, update func(context.Context, func(*store.Tx) error) error) error {
+	for part := range slices.Chunk(ids, maxFlushBatch) {
+		err := update(ctx, func(tx *store.Tx) error {
 			for _, id := range part {
 				job := c.Find(id)
 				if !record.IsDone(job) {

@@ -297,9 +297,12 @@ type JobSpec struct {
 	// Kept a stream, half as its head and half as its tail; the rest is dropped and counted. Default
 	// 64 MiB; at most 4 GiB.
 	OutputLimitBytes uint64 `protobuf:"varint,12,opt,name=output_limit_bytes,json=outputLimitBytes,proto3" json:"output_limit_bytes,omitempty"`
-	// Whether the receipt keeps the retained output. Default: true for StartJob and with a request_id,
-	// else false.
-	KeepOutput *bool `protobuf:"varint,13,opt,name=keep_output,json=keepOutput,proto3,oneof" json:"keep_output,omitempty"`
+	// What becomes of the output. Absent: it is kept for StartJob and with a request_id, else not.
+	//
+	// Types that are valid to be assigned to Keep:
+	//
+	//	*JobSpec_KeepOutput
+	Keep isJobSpec_Keep `protobuf_oneof:"keep"`
 	// What happens when the caller goes away.
 	OnDisconnect OnDisconnect `protobuf:"varint,14,opt,name=on_disconnect,json=onDisconnect,proto3,enum=berth.v1.OnDisconnect" json:"on_disconnect,omitempty"`
 	// For KILL: how long the guest waits for a reader to come back, the broker's own absence
@@ -429,9 +432,18 @@ func (x *JobSpec) GetOutputLimitBytes() uint64 {
 	return 0
 }
 
+func (x *JobSpec) GetKeep() isJobSpec_Keep {
+	if x != nil {
+		return x.Keep
+	}
+	return nil
+}
+
 func (x *JobSpec) GetKeepOutput() bool {
-	if x != nil && x.KeepOutput != nil {
-		return *x.KeepOutput
+	if x != nil {
+		if x, ok := x.Keep.(*JobSpec_KeepOutput); ok {
+			return x.KeepOutput
+		}
 	}
 	return false
 }
@@ -463,6 +475,17 @@ func (x *JobSpec) GetStartDeadline() *durationpb.Duration {
 	}
 	return nil
 }
+
+type isJobSpec_Keep interface {
+	isJobSpec_Keep()
+}
+
+type JobSpec_KeepOutput struct {
+	// Whether the receipt keeps the retained output.
+	KeepOutput bool `protobuf:"varint,13,opt,name=keep_output,json=keepOutput,proto3,oneof"`
+}
+
+func (*JobSpec_KeepOutput) isJobSpec_Keep() {}
 
 // Stdin is a command's standard input.
 type Stdin struct {
@@ -721,9 +744,12 @@ type Outcome struct {
 	// For people and, by its first word before a colon, for programs, for example
 	// "not_found: no program "x" in PATH", "machine_gone: …", "expired: …".
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
-	// As a shell would say it: the code; 128+signal; 124 timed out; 127 not found; 126 not
-	// executable. Absent while running and when lost.
-	ExitCode *int32 `protobuf:"varint,4,opt,name=exit_code,json=exitCode,proto3,oneof" json:"exit_code,omitempty"`
+	// What a shell would exit with. Absent while running and when lost.
+	//
+	// Types that are valid to be assigned to Exit:
+	//
+	//	*Outcome_ExitCode
+	Exit isOutcome_Exit `protobuf_oneof:"exit"`
 	// Pids in the machine that outlived the kill.
 	Survivors []uint32 `protobuf:"varint,5,rep,packed,name=survivors,proto3" json:"survivors,omitempty"`
 	// A child still holds the output's pipe; what it writes is still spooled.
@@ -783,9 +809,18 @@ func (x *Outcome) GetReason() string {
 	return ""
 }
 
+func (x *Outcome) GetExit() isOutcome_Exit {
+	if x != nil {
+		return x.Exit
+	}
+	return nil
+}
+
 func (x *Outcome) GetExitCode() int32 {
-	if x != nil && x.ExitCode != nil {
-		return *x.ExitCode
+	if x != nil {
+		if x, ok := x.Exit.(*Outcome_ExitCode); ok {
+			return x.ExitCode
+		}
 	}
 	return 0
 }
@@ -804,6 +839,17 @@ func (x *Outcome) GetOutputStillOpen() bool {
 	return false
 }
 
+type isOutcome_Exit interface {
+	isOutcome_Exit()
+}
+
+type Outcome_ExitCode struct {
+	// As a shell would say it: the code; 128+signal; 124 timed out; 127 not found; 126 not executable.
+	ExitCode int32 `protobuf:"varint,4,opt,name=exit_code,json=exitCode,proto3,oneof"`
+}
+
+func (*Outcome_ExitCode) isOutcome_Exit() {}
+
 // OutputStats says how much there is of one stream.
 type OutputStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -813,8 +859,12 @@ type OutputStats struct {
 	Kept []*ByteRange `protobuf:"bytes,2,rep,name=kept,proto3" json:"kept,omitempty"`
 	// Bytes that were dropped.
 	DroppedBytes uint64 `protobuf:"varint,3,opt,name=dropped_bytes,json=droppedBytes,proto3" json:"dropped_bytes,omitempty"`
-	// The length when the command's leader exited and the pipe was drained; absent while it runs.
-	EndAtExit *uint64 `protobuf:"varint,4,opt,name=end_at_exit,json=endAtExit,proto3,oneof" json:"end_at_exit,omitempty"`
+	// Where the leader's end lies in the stream. Absent while it runs.
+	//
+	// Types that are valid to be assigned to Exit:
+	//
+	//	*OutputStats_EndAtExit
+	Exit isOutputStats_Exit `protobuf_oneof:"exit"`
 	// No more will come.
 	Sealed        bool `protobuf:"varint,5,opt,name=sealed,proto3" json:"sealed,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -872,9 +922,18 @@ func (x *OutputStats) GetDroppedBytes() uint64 {
 	return 0
 }
 
+func (x *OutputStats) GetExit() isOutputStats_Exit {
+	if x != nil {
+		return x.Exit
+	}
+	return nil
+}
+
 func (x *OutputStats) GetEndAtExit() uint64 {
-	if x != nil && x.EndAtExit != nil {
-		return *x.EndAtExit
+	if x != nil {
+		if x, ok := x.Exit.(*OutputStats_EndAtExit); ok {
+			return x.EndAtExit
+		}
 	}
 	return 0
 }
@@ -885,6 +944,17 @@ func (x *OutputStats) GetSealed() bool {
 	}
 	return false
 }
+
+type isOutputStats_Exit interface {
+	isOutputStats_Exit()
+}
+
+type OutputStats_EndAtExit struct {
+	// The length when the command's leader exited and the pipe was drained.
+	EndAtExit uint64 `protobuf:"varint,4,opt,name=end_at_exit,json=endAtExit,proto3,oneof"`
+}
+
+func (*OutputStats_EndAtExit) isOutputStats_Exit() {}
 
 // Job is one command in a machine.
 type Job struct {
@@ -3442,7 +3512,7 @@ var File_berth_v1_job_proto protoreflect.FileDescriptor
 
 const file_berth_v1_job_proto_rawDesc = "" +
 	"\n" +
-	"\x12berth/v1/job.proto\x12\bberth.v1\x1a\x15berth/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbc\a\n" +
+	"\x12berth/v1/job.proto\x12\bberth.v1\x1a\x15berth/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb1\a\n" +
 	"\aJobSpec\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x14\n" +
 	"\x05shell\x18\x02 \x01(\tR\x05shell\x12\x10\n" +
@@ -3458,9 +3528,9 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	" \x01(\v2\x19.google.protobuf.DurationR\atimeout\x128\n" +
 	"\n" +
 	"kill_grace\x18\v \x01(\v2\x19.google.protobuf.DurationR\tkillGrace\x12,\n" +
-	"\x12output_limit_bytes\x18\f \x01(\x04R\x10outputLimitBytes\x12$\n" +
+	"\x12output_limit_bytes\x18\f \x01(\x04R\x10outputLimitBytes\x12!\n" +
 	"\vkeep_output\x18\r \x01(\bH\x00R\n" +
-	"keepOutput\x88\x01\x01\x12;\n" +
+	"keepOutput\x12;\n" +
 	"\ron_disconnect\x18\x0e \x01(\x0e2\x16.berth.v1.OnDisconnectR\fonDisconnect\x12D\n" +
 	"\x10disconnect_grace\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\x0fdisconnectGrace\x125\n" +
 	"\x06labels\x18\x10 \x03(\v2\x1d.berth.v1.JobSpec.LabelsEntryR\x06labels\x12@\n" +
@@ -3473,8 +3543,8 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\x0e\n" +
-	"\f_keep_output\"=\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\x06\n" +
+	"\x04keep\"=\n" +
 	"\x05Stdin\x12\x14\n" +
 	"\x04data\x18\x01 \x01(\fH\x00R\x04data\x12\x14\n" +
 	"\x04open\x18\x02 \x01(\bH\x00R\x04openB\b\n" +
@@ -3490,25 +3560,24 @@ const file_berth_v1_job_proto_rawDesc = "" +
 	"coreDumped\x12\x1f\n" +
 	"\vsignal_name\x18\x04 \x01(\tR\n" +
 	"signalNameB\b\n" +
-	"\x06status\"\xf9\x01\n" +
+	"\x06status\"\xf0\x01\n" +
 	"\aOutcome\x12%\n" +
 	"\x05cause\x18\x01 \x01(\x0e2\x0f.berth.v1.CauseR\x05cause\x125\n" +
 	"\vwait_status\x18\x02 \x01(\v2\x14.berth.v1.WaitStatusR\n" +
 	"waitStatus\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\x12 \n" +
-	"\texit_code\x18\x04 \x01(\x05H\x00R\bexitCode\x88\x01\x01\x12\x1c\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x1d\n" +
+	"\texit_code\x18\x04 \x01(\x05H\x00R\bexitCode\x12\x1c\n" +
 	"\tsurvivors\x18\x05 \x03(\rR\tsurvivors\x12*\n" +
-	"\x11output_still_open\x18\x06 \x01(\bR\x0foutputStillOpenB\f\n" +
-	"\n" +
-	"_exit_code\"\xc9\x01\n" +
+	"\x11output_still_open\x18\x06 \x01(\bR\x0foutputStillOpenB\x06\n" +
+	"\x04exit\"\xbe\x01\n" +
 	"\vOutputStats\x12\x1f\n" +
 	"\vtotal_bytes\x18\x01 \x01(\x04R\n" +
 	"totalBytes\x12'\n" +
 	"\x04kept\x18\x02 \x03(\v2\x13.berth.v1.ByteRangeR\x04kept\x12#\n" +
-	"\rdropped_bytes\x18\x03 \x01(\x04R\fdroppedBytes\x12#\n" +
-	"\vend_at_exit\x18\x04 \x01(\x04H\x00R\tendAtExit\x88\x01\x01\x12\x16\n" +
-	"\x06sealed\x18\x05 \x01(\bR\x06sealedB\x0e\n" +
-	"\f_end_at_exit\"\xd3\x05\n" +
+	"\rdropped_bytes\x18\x03 \x01(\x04R\fdroppedBytes\x12 \n" +
+	"\vend_at_exit\x18\x04 \x01(\x04H\x00R\tendAtExit\x12\x16\n" +
+	"\x06sealed\x18\x05 \x01(\bR\x06sealedB\x06\n" +
+	"\x04exit\"\xd3\x05\n" +
 	"\x03Job\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x1d\n" +
@@ -3921,7 +3990,9 @@ func file_berth_v1_job_proto_init() {
 		return
 	}
 	file_berth_v1_common_proto_init()
-	file_berth_v1_job_proto_msgTypes[0].OneofWrappers = []any{}
+	file_berth_v1_job_proto_msgTypes[0].OneofWrappers = []any{
+		(*JobSpec_KeepOutput)(nil),
+	}
 	file_berth_v1_job_proto_msgTypes[1].OneofWrappers = []any{
 		(*Stdin_Data)(nil),
 		(*Stdin_Open)(nil),
@@ -3930,8 +4001,12 @@ func file_berth_v1_job_proto_init() {
 		(*WaitStatus_Code)(nil),
 		(*WaitStatus_Signal)(nil),
 	}
-	file_berth_v1_job_proto_msgTypes[4].OneofWrappers = []any{}
-	file_berth_v1_job_proto_msgTypes[5].OneofWrappers = []any{}
+	file_berth_v1_job_proto_msgTypes[4].OneofWrappers = []any{
+		(*Outcome_ExitCode)(nil),
+	}
+	file_berth_v1_job_proto_msgTypes[5].OneofWrappers = []any{
+		(*OutputStats_EndAtExit)(nil),
+	}
 	file_berth_v1_job_proto_msgTypes[12].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Reattach)(nil),

@@ -789,11 +789,11 @@ type Resources struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// CPUs, fractions allowed: 0.01 to 4096.
 	Cpus float64 `protobuf:"fixed64,1,opt,name=cpus,proto3" json:"cpus,omitempty"`
-	// Memory: 4 MiB to 1 PiB.
+	// Memory: 32 MiB to 1 PiB. With less the program in the machine could not live.
 	MemoryBytes uint64 `protobuf:"varint,2,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
 	// Disk: 1 MiB to 1 PiB.
 	DiskBytes uint64 `protobuf:"varint,3,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
-	// Number of processes and threads, at most 4194304.
+	// Number of processes and threads: 32 to 4194304. With fewer the program in the machine could not live.
 	Pids          uint64 `protobuf:"varint,4,opt,name=pids,proto3" json:"pids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -7,7 +7,71 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 )
+
+// JobOOMScore makes the kernel kill a job rather than the guest when memory runs out.
+const JobOOMScore = 500
+
+// oomOffer starts processes with JobOOMScore, which what they start inherits from its first instruction on. The
+// zero value changes nothing.
+type oomOffer struct {
+	own int // the guest's score
+
+	mu   sync.Mutex
+	file *os.File // nil where the guest's own score cannot be raised and lowered again
+}
+
+func newOOMOffer() *oomOffer {
+	o := &oomOffer{}
+	file, err := os.OpenFile("/proc/self/oom_score_adj", os.O_RDWR, 0)
+	if err != nil {
+		return o
+	}
+	text := make([]byte, len("-1000\n"))
+	n, _ := file.ReadAt(text, 0)
+	o.own, err = strconv.Atoi(strings.TrimSpace(string(text[:n])))
+	if err == nil && o.own < JobOOMScore && write(file, JobOOMScore) == nil && write(file, o.own) == nil {
+		o.file = file
+		return o
+	}
+	_ = file.Close() // nothing was written, or the file takes no more
+	return o
+}
+
+// during calls fork with the guest's own score raised, the only way to set a child's before its first instruction.
+func (o *oomOffer) during(fork func() (int, error)) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.file != nil && write(o.file, JobOOMScore) == nil {
+		defer func() { _ = write(o.file, o.own) }() // as it could before
+	}
+	return fork()
+}
+
+func (o *oomOffer) close() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.file != nil {
+		_ = o.file.Close() // every write was seen to
+		o.file = nil
+	}
+}
+
+func write(file *os.File, score int) error {
+	_, err := file.WriteAt([]byte(strconv.Itoa(score)), 0)
+	return err
+}
+
+// oomScore is how readily the kernel kills a process for memory, -1000 to 1000; 0 where that is not known.
+func oomScore(pid int) int {
+	text, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "oom_score_adj"))
+	if err != nil {
+		return 0
+	}
+	score, _ := strconv.Atoi(strings.TrimSpace(string(text))) // a number is one
+	return score
+}
 
 // oomCounter counts the processes of the guest's own memory cgroup, which is the machine's, that the kernel
 // killed for memory. It serves where a job has no memory cgroup of its own. The zero value counts nothing.

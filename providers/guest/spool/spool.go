@@ -70,7 +70,7 @@ type Stream struct {
 	headEnded bool   // the head takes no more
 	tail      []segment
 	total     uint64
-	exitEnd   *uint64
+	exitEnd   *berthv1.OutputStats_EndAtExit // nil while the command's leader runs
 	sealed    bool
 	writing   *os.File // the head or the last segment
 	files     bool     // there may be a file
@@ -129,7 +129,7 @@ func Reopen(options Options, stats *berthv1.OutputStats) (*Stream, error) {
 		s.total = max(s.total, s.tail[len(s.tail)-1].to())
 	}
 	if stats != nil {
-		s.exitEnd = stats.EndAtExit
+		s.exitEnd, _ = stats.GetExit().(*berthv1.OutputStats_EndAtExit)
 	}
 	return s, nil
 }
@@ -291,8 +291,7 @@ func (s *Stream) MarkExit() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.exitEnd == nil {
-		end := s.total
-		s.exitEnd = &end
+		s.exitEnd = &berthv1.OutputStats_EndAtExit{EndAtExit: s.total}
 		s.wake()
 	}
 }
@@ -331,7 +330,7 @@ func (s *Stream) EndAtExit() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.exitEnd != nil {
-		return *s.exitEnd
+		return s.exitEnd.EndAtExit
 	}
 	return s.total
 }
@@ -371,7 +370,10 @@ func (s *Stream) wake() {
 func (s *Stream) Stats() *berthv1.OutputStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	stats := &berthv1.OutputStats{TotalBytes: s.total, Kept: s.kept(), EndAtExit: s.exitEnd, Sealed: s.sealed}
+	stats := &berthv1.OutputStats{TotalBytes: s.total, Kept: s.kept(), Sealed: s.sealed}
+	if s.exitEnd != nil {
+		stats.Exit = s.exitEnd
+	}
 	stats.DroppedBytes = s.total
 	for _, r := range stats.Kept {
 		stats.DroppedBytes -= r.To - r.From

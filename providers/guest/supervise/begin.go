@@ -14,6 +14,7 @@ import (
 
 	guestv1 "github.com/berth-sandbox/berth/proto/berth/guest/v1"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
+	"github.com/berth-sandbox/berth/providers/guest/contain"
 	"github.com/berth-sandbox/berth/providers/guest/launch"
 	"github.com/berth-sandbox/berth/providers/guest/record"
 	"github.com/berth-sandbox/berth/providers/guest/refusal"
@@ -246,7 +247,7 @@ func failureOf(err error) *launch.Failure {
 func offerToOOM(pid int) {
 	fd, err := unix.Open("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", unix.O_WRONLY|unix.O_CLOEXEC, 0)
 	if err == nil {
-		_, _ = unix.Write(fd, []byte(jobOOMScore))
+		_, _ = unix.Write(fd, []byte(strconv.Itoa(contain.JobOOMScore)))
 		_ = unix.Close(fd)
 	}
 }

@@ -205,7 +205,7 @@ func (j *job) failToStart(failure *launch.Failure) {
 	j.endTime = time.Now()
 	j.mu.Unlock()
 	j.finish(&berthv1.Outcome{
-		Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: failure.Reason, ExitCode: proto.Int32(failure.ExitCode),
+		Cause: berthv1.Cause_CAUSE_FAILED_TO_START, Reason: failure.Reason, Exit: &berthv1.Outcome_ExitCode{ExitCode: failure.ExitCode},
 	})
 }
 
@@ -290,14 +290,15 @@ func (j *job) cancelTimers() {
 func (j *job) decideOutcome() *berthv1.Outcome {
 	o := &berthv1.Outcome{Cause: berthv1.Cause_CAUSE_EXITED}
 	if j.exit != nil {
-		o.WaitStatus, o.ExitCode = waitStatus(j.exit)
+		status, code := waitStatus(j.exit)
+		o.WaitStatus, o.Exit = status, &berthv1.Outcome_ExitCode{ExitCode: code}
 	}
 	signaled := j.exit != nil && j.exit.Status.Signaled()
 	switch {
 	case j.ending != nil && j.ending.applied:
 		o.Cause, o.Reason = j.ending.cause, j.ending.reason
 		if o.Cause == berthv1.Cause_CAUSE_TIMED_OUT {
-			o.ExitCode = proto.Int32(timedOutCode)
+			o.Exit = &berthv1.Outcome_ExitCode{ExitCode: timedOutCode}
 		}
 	case o.GetExitCode() == signalCode+int32(unix.SIGKILL) && j.group.OOMKills() > 0:
 		// Also when a shell exits with the status of its killed child.
@@ -318,16 +319,16 @@ const (
 	signalCode   = 128
 )
 
-func waitStatus(exit *reap.Exit) (*berthv1.WaitStatus, *int32) {
+func waitStatus(exit *reap.Exit) (*berthv1.WaitStatus, int32) {
 	if exit.Status.Signaled() {
 		number := exit.Status.Signal()
 		return &berthv1.WaitStatus{
 			Status:     &berthv1.WaitStatus_Signal{Signal: uint32(number)},
 			CoreDumped: exit.Status.CoreDump(),
-		}, proto.Int32(signalCode + int32(number))
+		}, signalCode + int32(number)
 	}
 	code := exit.Status.ExitStatus()
-	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}}, proto.Int32(int32(code))
+	return &berthv1.WaitStatus{Status: &berthv1.WaitStatus_Code{Code: uint32(code)}}, int32(code)
 }
 
 // status returns the job's status.

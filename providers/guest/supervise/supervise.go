@@ -67,8 +67,6 @@ const (
 	// wipeTimeout bounds the wait for one job of another generation to be gone; a kill alone may take
 	// 10 s.
 	wipeTimeout = 15 * time.Second
-	// jobOOMScore makes the kernel kill a job rather than the guest when memory runs out.
-	jobOOMScore = "500"
 )
 
 // Config is what a supervisor works with. It owns none of it.

@@ -8,8 +8,9 @@
 // serves it on connections that it dialled, and on its own unix socket for berth-guest bridge.
 //
 // Rules of the protocol:
-//   - Hello is the first call on every connection; any other before it is refused with
-//     UNAUTHENTICATED. Both sides prove in it that they know the machine's token.
+//   - Challenge and Hello are the first calls on every connection; any other before them is refused with
+//     UNAUTHENTICATED. Both sides prove in Hello that they know the machine's token, over a nonce of each:
+//     what was said on one connection opens no other.
 //   - Both sides gate on named capabilities, never on a comparison of versions. Another protocol
 //     major is refused in words.
 //   - Every call names a job by its id and can be repeated: the answer is the same.
@@ -244,6 +245,89 @@ func (x *BootConfig) GetDefaultUser() string {
 	return ""
 }
 
+// ChallengeRequest is empty.
+type ChallengeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChallengeRequest) Reset() {
+	*x = ChallengeRequest{}
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChallengeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChallengeRequest) ProtoMessage() {}
+
+func (x *ChallengeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChallengeRequest.ProtoReflect.Descriptor instead.
+func (*ChallengeRequest) Descriptor() ([]byte, []int) {
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{1}
+}
+
+// ChallengeResponse is the guest's challenge.
+type ChallengeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Random, 32 bytes; for one Hello on this connection.
+	Nonce         []byte `protobuf:"bytes,1,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChallengeResponse) Reset() {
+	*x = ChallengeResponse{}
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChallengeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChallengeResponse) ProtoMessage() {}
+
+func (x *ChallengeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChallengeResponse.ProtoReflect.Descriptor instead.
+func (*ChallengeResponse) Descriptor() ([]byte, []int) {
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ChallengeResponse) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
 // HelloRequest is the broker's.
 type HelloRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -257,7 +341,7 @@ type HelloRequest struct {
 	MachineId string `protobuf:"bytes,4,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
 	// Random, 32 bytes.
 	Nonce []byte `protobuf:"bytes,5,opt,name=nonce,proto3" json:"nonce,omitempty"`
-	// HMAC-SHA256 with the machine's token over "berth broker" and the nonce.
+	// HMAC-SHA256 with the machine's token over "berth broker", this nonce and the challenge's.
 	Proof         []byte `protobuf:"bytes,6,opt,name=proof,proto3" json:"proof,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -265,7 +349,7 @@ type HelloRequest struct {
 
 func (x *HelloRequest) Reset() {
 	*x = HelloRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[1]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -277,7 +361,7 @@ func (x *HelloRequest) String() string {
 func (*HelloRequest) ProtoMessage() {}
 
 func (x *HelloRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[1]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -290,7 +374,7 @@ func (x *HelloRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloRequest.ProtoReflect.Descriptor instead.
 func (*HelloRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{1}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *HelloRequest) GetProtocol() uint32 {
@@ -346,7 +430,7 @@ type HelloResponse struct {
 	Capabilities []string `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`
 	// The machine that the guest is in.
 	MachineId string `protobuf:"bytes,4,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
-	// HMAC-SHA256 with the machine's token over "berth guest" and the request's nonce.
+	// HMAC-SHA256 with the machine's token over "berth guest", the request's nonce and the challenge's.
 	Proof []byte `protobuf:"bytes,5,opt,name=proof,proto3" json:"proof,omitempty"`
 	// Random for each start of the guest: another one means that no process survived.
 	BootId string `protobuf:"bytes,6,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
@@ -370,7 +454,7 @@ type HelloResponse struct {
 
 func (x *HelloResponse) Reset() {
 	*x = HelloResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[2]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -382,7 +466,7 @@ func (x *HelloResponse) String() string {
 func (*HelloResponse) ProtoMessage() {}
 
 func (x *HelloResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[2]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -395,7 +479,7 @@ func (x *HelloResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponse.ProtoReflect.Descriptor instead.
 func (*HelloResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{2}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *HelloResponse) GetProtocol() uint32 {
@@ -521,7 +605,7 @@ type Command struct {
 
 func (x *Command) Reset() {
 	*x = Command{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[3]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -533,7 +617,7 @@ func (x *Command) String() string {
 func (*Command) ProtoMessage() {}
 
 func (x *Command) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[3]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -546,7 +630,7 @@ func (x *Command) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Command.ProtoReflect.Descriptor instead.
 func (*Command) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{3}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Command) GetArgv() []string {
@@ -667,7 +751,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[4]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -679,7 +763,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[4]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -692,7 +776,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{4}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Status) GetJobId() string {
@@ -830,7 +914,7 @@ type StartRequest struct {
 
 func (x *StartRequest) Reset() {
 	*x = StartRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[5]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -842,7 +926,7 @@ func (x *StartRequest) String() string {
 func (*StartRequest) ProtoMessage() {}
 
 func (x *StartRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[5]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -855,7 +939,7 @@ func (x *StartRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRequest.ProtoReflect.Descriptor instead.
 func (*StartRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *StartRequest) GetJobId() string {
@@ -920,7 +1004,7 @@ type StartResponse struct {
 
 func (x *StartResponse) Reset() {
 	*x = StartResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[6]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -932,7 +1016,7 @@ func (x *StartResponse) String() string {
 func (*StartResponse) ProtoMessage() {}
 
 func (x *StartResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[6]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -945,7 +1029,7 @@ func (x *StartResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartResponse.ProtoReflect.Descriptor instead.
 func (*StartResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StartResponse) GetStatus() *Status {
@@ -977,7 +1061,7 @@ type RunRequest struct {
 
 func (x *RunRequest) Reset() {
 	*x = RunRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[7]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -989,7 +1073,7 @@ func (x *RunRequest) String() string {
 func (*RunRequest) ProtoMessage() {}
 
 func (x *RunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[7]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1002,7 +1086,7 @@ func (x *RunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunRequest.ProtoReflect.Descriptor instead.
 func (*RunRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RunRequest) GetStart() *StartRequest {
@@ -1041,7 +1125,7 @@ type Output struct {
 
 func (x *Output) Reset() {
 	*x = Output{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[8]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1053,7 +1137,7 @@ func (x *Output) String() string {
 func (*Output) ProtoMessage() {}
 
 func (x *Output) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[8]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1066,7 +1150,7 @@ func (x *Output) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Output.ProtoReflect.Descriptor instead.
 func (*Output) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Output) GetHead() []byte {
@@ -1105,7 +1189,7 @@ type RunResponse struct {
 
 func (x *RunResponse) Reset() {
 	*x = RunResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[9]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1117,7 +1201,7 @@ func (x *RunResponse) String() string {
 func (*RunResponse) ProtoMessage() {}
 
 func (x *RunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[9]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1130,7 +1214,7 @@ func (x *RunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunResponse.ProtoReflect.Descriptor instead.
 func (*RunResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RunResponse) GetStatus() *Status {
@@ -1172,7 +1256,7 @@ type AttachRequest struct {
 
 func (x *AttachRequest) Reset() {
 	*x = AttachRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[10]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1184,7 +1268,7 @@ func (x *AttachRequest) String() string {
 func (*AttachRequest) ProtoMessage() {}
 
 func (x *AttachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[10]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1197,7 +1281,7 @@ func (x *AttachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachRequest.ProtoReflect.Descriptor instead.
 func (*AttachRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *AttachRequest) GetMessage() isAttachRequest_Message {
@@ -1298,7 +1382,7 @@ type AttachOpen struct {
 
 func (x *AttachOpen) Reset() {
 	*x = AttachOpen{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[11]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1310,7 +1394,7 @@ func (x *AttachOpen) String() string {
 func (*AttachOpen) ProtoMessage() {}
 
 func (x *AttachOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[11]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1323,7 +1407,7 @@ func (x *AttachOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachOpen.ProtoReflect.Descriptor instead.
 func (*AttachOpen) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AttachOpen) GetJobId() string {
@@ -1393,7 +1477,7 @@ type AttachInput struct {
 
 func (x *AttachInput) Reset() {
 	*x = AttachInput{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[12]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1405,7 +1489,7 @@ func (x *AttachInput) String() string {
 func (*AttachInput) ProtoMessage() {}
 
 func (x *AttachInput) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[12]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1418,7 +1502,7 @@ func (x *AttachInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachInput.ProtoReflect.Descriptor instead.
 func (*AttachInput) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *AttachInput) GetOffset() uint64 {
@@ -1461,7 +1545,7 @@ type AttachResponse struct {
 
 func (x *AttachResponse) Reset() {
 	*x = AttachResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[13]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1473,7 +1557,7 @@ func (x *AttachResponse) String() string {
 func (*AttachResponse) ProtoMessage() {}
 
 func (x *AttachResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[13]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1486,7 +1570,7 @@ func (x *AttachResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachResponse.ProtoReflect.Descriptor instead.
 func (*AttachResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AttachResponse) GetMessage() isAttachResponse_Message {
@@ -1599,7 +1683,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[14]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1611,7 +1695,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[14]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1624,7 +1708,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ReadRequest) GetJobId() string {
@@ -1677,7 +1761,7 @@ type ReadResponse struct {
 
 func (x *ReadResponse) Reset() {
 	*x = ReadResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[15]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1689,7 +1773,7 @@ func (x *ReadResponse) String() string {
 func (*ReadResponse) ProtoMessage() {}
 
 func (x *ReadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[15]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1702,7 +1786,7 @@ func (x *ReadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadResponse.ProtoReflect.Descriptor instead.
 func (*ReadResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ReadResponse) GetData() []byte {
@@ -1741,7 +1825,7 @@ type InputRequest struct {
 
 func (x *InputRequest) Reset() {
 	*x = InputRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[16]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1753,7 +1837,7 @@ func (x *InputRequest) String() string {
 func (*InputRequest) ProtoMessage() {}
 
 func (x *InputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[16]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1766,7 +1850,7 @@ func (x *InputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InputRequest.ProtoReflect.Descriptor instead.
 func (*InputRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *InputRequest) GetJobId() string {
@@ -1801,7 +1885,7 @@ type InputResponse struct {
 
 func (x *InputResponse) Reset() {
 	*x = InputResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[17]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1813,7 +1897,7 @@ func (x *InputResponse) String() string {
 func (*InputResponse) ProtoMessage() {}
 
 func (x *InputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[17]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1826,7 +1910,7 @@ func (x *InputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InputResponse.ProtoReflect.Descriptor instead.
 func (*InputResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *InputResponse) GetNextOffset() uint64 {
@@ -1854,7 +1938,7 @@ type AppendInputRequest struct {
 
 func (x *AppendInputRequest) Reset() {
 	*x = AppendInputRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +1950,7 @@ func (x *AppendInputRequest) String() string {
 func (*AppendInputRequest) ProtoMessage() {}
 
 func (x *AppendInputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +1963,7 @@ func (x *AppendInputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AppendInputRequest.ProtoReflect.Descriptor instead.
 func (*AppendInputRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *AppendInputRequest) GetJobId() string {
@@ -1923,7 +2007,7 @@ type AppendInputResponse struct {
 
 func (x *AppendInputResponse) Reset() {
 	*x = AppendInputResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1935,7 +2019,7 @@ func (x *AppendInputResponse) String() string {
 func (*AppendInputResponse) ProtoMessage() {}
 
 func (x *AppendInputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1948,7 +2032,7 @@ func (x *AppendInputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AppendInputResponse.ProtoReflect.Descriptor instead.
 func (*AppendInputResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AppendInputResponse) GetOffset() uint64 {
@@ -1978,7 +2062,7 @@ type CloseInputRequest struct {
 
 func (x *CloseInputRequest) Reset() {
 	*x = CloseInputRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1990,7 +2074,7 @@ func (x *CloseInputRequest) String() string {
 func (*CloseInputRequest) ProtoMessage() {}
 
 func (x *CloseInputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2003,7 +2087,7 @@ func (x *CloseInputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseInputRequest.ProtoReflect.Descriptor instead.
 func (*CloseInputRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CloseInputRequest) GetJobId() string {
@@ -2029,7 +2113,7 @@ type CloseInputResponse struct {
 
 func (x *CloseInputResponse) Reset() {
 	*x = CloseInputResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2041,7 +2125,7 @@ func (x *CloseInputResponse) String() string {
 func (*CloseInputResponse) ProtoMessage() {}
 
 func (x *CloseInputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2054,7 +2138,7 @@ func (x *CloseInputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseInputResponse.ProtoReflect.Descriptor instead.
 func (*CloseInputResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 // ResizeRequest sets a terminal's size.
@@ -2070,7 +2154,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2082,7 +2166,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2095,7 +2179,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ResizeRequest) GetJobId() string {
@@ -2121,7 +2205,7 @@ type ResizeResponse struct {
 
 func (x *ResizeResponse) Reset() {
 	*x = ResizeResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2133,7 +2217,7 @@ func (x *ResizeResponse) String() string {
 func (*ResizeResponse) ProtoMessage() {}
 
 func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2146,7 +2230,7 @@ func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeResponse.ProtoReflect.Descriptor instead.
 func (*ResizeResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{23}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 // SignalRequest sends one signal.
@@ -2162,7 +2246,7 @@ type SignalRequest struct {
 
 func (x *SignalRequest) Reset() {
 	*x = SignalRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2174,7 +2258,7 @@ func (x *SignalRequest) String() string {
 func (*SignalRequest) ProtoMessage() {}
 
 func (x *SignalRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2187,7 +2271,7 @@ func (x *SignalRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalRequest.ProtoReflect.Descriptor instead.
 func (*SignalRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{24}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SignalRequest) GetJobId() string {
@@ -2215,7 +2299,7 @@ type SignalResponse struct {
 
 func (x *SignalResponse) Reset() {
 	*x = SignalResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2227,7 +2311,7 @@ func (x *SignalResponse) String() string {
 func (*SignalResponse) ProtoMessage() {}
 
 func (x *SignalResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2240,7 +2324,7 @@ func (x *SignalResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalResponse.ProtoReflect.Descriptor instead.
 func (*SignalResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{25}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SignalResponse) GetStatus() *Status {
@@ -2265,7 +2349,7 @@ type StopRequest struct {
 
 func (x *StopRequest) Reset() {
 	*x = StopRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2277,7 +2361,7 @@ func (x *StopRequest) String() string {
 func (*StopRequest) ProtoMessage() {}
 
 func (x *StopRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2290,7 +2374,7 @@ func (x *StopRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRequest.ProtoReflect.Descriptor instead.
 func (*StopRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{26}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StopRequest) GetJobId() string {
@@ -2325,7 +2409,7 @@ type StopResponse struct {
 
 func (x *StopResponse) Reset() {
 	*x = StopResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2337,7 +2421,7 @@ func (x *StopResponse) String() string {
 func (*StopResponse) ProtoMessage() {}
 
 func (x *StopResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2350,7 +2434,7 @@ func (x *StopResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopResponse.ProtoReflect.Descriptor instead.
 func (*StopResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{27}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *StopResponse) GetStatus() *Status {
@@ -2377,7 +2461,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2389,7 +2473,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2402,7 +2486,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{28}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListRequest) GetSinceCursor() uint64 {
@@ -2450,7 +2534,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2462,7 +2546,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2475,7 +2559,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{29}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListResponse) GetStatuses() []*Status {
@@ -2519,7 +2603,7 @@ type WaitRequest struct {
 
 func (x *WaitRequest) Reset() {
 	*x = WaitRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2531,7 +2615,7 @@ func (x *WaitRequest) String() string {
 func (*WaitRequest) ProtoMessage() {}
 
 func (x *WaitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2544,7 +2628,7 @@ func (x *WaitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitRequest.ProtoReflect.Descriptor instead.
 func (*WaitRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{30}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *WaitRequest) GetJobId() string {
@@ -2572,7 +2656,7 @@ type WaitResponse struct {
 
 func (x *WaitResponse) Reset() {
 	*x = WaitResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2584,7 +2668,7 @@ func (x *WaitResponse) String() string {
 func (*WaitResponse) ProtoMessage() {}
 
 func (x *WaitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2597,7 +2681,7 @@ func (x *WaitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitResponse.ProtoReflect.Descriptor instead.
 func (*WaitResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{31}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *WaitResponse) GetStatus() *Status {
@@ -2618,7 +2702,7 @@ type ForgetRequest struct {
 
 func (x *ForgetRequest) Reset() {
 	*x = ForgetRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2630,7 +2714,7 @@ func (x *ForgetRequest) String() string {
 func (*ForgetRequest) ProtoMessage() {}
 
 func (x *ForgetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2643,7 +2727,7 @@ func (x *ForgetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetRequest.ProtoReflect.Descriptor instead.
 func (*ForgetRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{32}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ForgetRequest) GetJobIds() []string {
@@ -2664,7 +2748,7 @@ type ForgetResponse struct {
 
 func (x *ForgetResponse) Reset() {
 	*x = ForgetResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2676,7 +2760,7 @@ func (x *ForgetResponse) String() string {
 func (*ForgetResponse) ProtoMessage() {}
 
 func (x *ForgetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2689,7 +2773,7 @@ func (x *ForgetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetResponse.ProtoReflect.Descriptor instead.
 func (*ForgetResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{33}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ForgetResponse) GetKeptJobIds() []string {
@@ -2710,7 +2794,7 @@ type QuiesceRequest struct {
 
 func (x *QuiesceRequest) Reset() {
 	*x = QuiesceRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2722,7 +2806,7 @@ func (x *QuiesceRequest) String() string {
 func (*QuiesceRequest) ProtoMessage() {}
 
 func (x *QuiesceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2735,7 +2819,7 @@ func (x *QuiesceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuiesceRequest.ProtoReflect.Descriptor instead.
 func (*QuiesceRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{34}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *QuiesceRequest) GetReason() string {
@@ -2754,7 +2838,7 @@ type QuiesceResponse struct {
 
 func (x *QuiesceResponse) Reset() {
 	*x = QuiesceResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2766,7 +2850,7 @@ func (x *QuiesceResponse) String() string {
 func (*QuiesceResponse) ProtoMessage() {}
 
 func (x *QuiesceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2779,7 +2863,7 @@ func (x *QuiesceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuiesceResponse.ProtoReflect.Descriptor instead.
 func (*QuiesceResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{35}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{37}
 }
 
 // ResumedRequest comes after a freeze, a restore or a fork.
@@ -2801,7 +2885,7 @@ type ResumedRequest struct {
 
 func (x *ResumedRequest) Reset() {
 	*x = ResumedRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2813,7 +2897,7 @@ func (x *ResumedRequest) String() string {
 func (*ResumedRequest) ProtoMessage() {}
 
 func (x *ResumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[36]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2826,7 +2910,7 @@ func (x *ResumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumedRequest.ProtoReflect.Descriptor instead.
 func (*ResumedRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{36}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ResumedRequest) GetGeneration() uint64 {
@@ -2875,7 +2959,7 @@ type ResumedResponse struct {
 
 func (x *ResumedResponse) Reset() {
 	*x = ResumedResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2887,7 +2971,7 @@ func (x *ResumedResponse) String() string {
 func (*ResumedResponse) ProtoMessage() {}
 
 func (x *ResumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[37]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2900,7 +2984,7 @@ func (x *ResumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumedResponse.ProtoReflect.Descriptor instead.
 func (*ResumedResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{37}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ResumedResponse) GetClockStepped() bool {
@@ -2921,7 +3005,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2933,7 +3017,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[38]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2946,7 +3030,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{38}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *StatRequest) GetPath() []byte {
@@ -2967,7 +3051,7 @@ type StatResponse struct {
 
 func (x *StatResponse) Reset() {
 	*x = StatResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2979,7 +3063,7 @@ func (x *StatResponse) String() string {
 func (*StatResponse) ProtoMessage() {}
 
 func (x *StatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[39]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2992,7 +3076,7 @@ func (x *StatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatResponse.ProtoReflect.Descriptor instead.
 func (*StatResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{39}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *StatResponse) GetInfo() *v1.FileInfo {
@@ -3017,7 +3101,7 @@ type ListDirectoryRequest struct {
 
 func (x *ListDirectoryRequest) Reset() {
 	*x = ListDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3029,7 +3113,7 @@ func (x *ListDirectoryRequest) String() string {
 func (*ListDirectoryRequest) ProtoMessage() {}
 
 func (x *ListDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[40]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3042,7 +3126,7 @@ func (x *ListDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*ListDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{40}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListDirectoryRequest) GetPath() []byte {
@@ -3079,7 +3163,7 @@ type ListDirectoryResponse struct {
 
 func (x *ListDirectoryResponse) Reset() {
 	*x = ListDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3091,7 +3175,7 @@ func (x *ListDirectoryResponse) String() string {
 func (*ListDirectoryResponse) ProtoMessage() {}
 
 func (x *ListDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[41]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3104,7 +3188,7 @@ func (x *ListDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*ListDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{41}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ListDirectoryResponse) GetEntries() []*v1.FileInfo {
@@ -3134,7 +3218,7 @@ type MakeDirectoryRequest struct {
 
 func (x *MakeDirectoryRequest) Reset() {
 	*x = MakeDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3146,7 +3230,7 @@ func (x *MakeDirectoryRequest) String() string {
 func (*MakeDirectoryRequest) ProtoMessage() {}
 
 func (x *MakeDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[42]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3159,7 +3243,7 @@ func (x *MakeDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MakeDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*MakeDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{42}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *MakeDirectoryRequest) GetPath() []byte {
@@ -3187,7 +3271,7 @@ type MakeDirectoryResponse struct {
 
 func (x *MakeDirectoryResponse) Reset() {
 	*x = MakeDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3199,7 +3283,7 @@ func (x *MakeDirectoryResponse) String() string {
 func (*MakeDirectoryResponse) ProtoMessage() {}
 
 func (x *MakeDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[43]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3212,7 +3296,7 @@ func (x *MakeDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MakeDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*MakeDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{43}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *MakeDirectoryResponse) GetInfo() *v1.FileInfo {
@@ -3235,7 +3319,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3247,7 +3331,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[44]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3260,7 +3344,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{44}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *RemoveRequest) GetPath() []byte {
@@ -3286,7 +3370,7 @@ type RemoveResponse struct {
 
 func (x *RemoveResponse) Reset() {
 	*x = RemoveResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3298,7 +3382,7 @@ func (x *RemoveResponse) String() string {
 func (*RemoveResponse) ProtoMessage() {}
 
 func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[45]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3311,7 +3395,7 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{45}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{47}
 }
 
 // MoveRequest renames.
@@ -3329,7 +3413,7 @@ type MoveRequest struct {
 
 func (x *MoveRequest) Reset() {
 	*x = MoveRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3341,7 +3425,7 @@ func (x *MoveRequest) String() string {
 func (*MoveRequest) ProtoMessage() {}
 
 func (x *MoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[46]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3354,7 +3438,7 @@ func (x *MoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveRequest.ProtoReflect.Descriptor instead.
 func (*MoveRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{46}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *MoveRequest) GetFromPath() []byte {
@@ -3389,7 +3473,7 @@ type MoveResponse struct {
 
 func (x *MoveResponse) Reset() {
 	*x = MoveResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3401,7 +3485,7 @@ func (x *MoveResponse) String() string {
 func (*MoveResponse) ProtoMessage() {}
 
 func (x *MoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[47]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3414,7 +3498,7 @@ func (x *MoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveResponse.ProtoReflect.Descriptor instead.
 func (*MoveResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{47}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *MoveResponse) GetInfo() *v1.FileInfo {
@@ -3439,7 +3523,7 @@ type ReadFileRequest struct {
 
 func (x *ReadFileRequest) Reset() {
 	*x = ReadFileRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3451,7 +3535,7 @@ func (x *ReadFileRequest) String() string {
 func (*ReadFileRequest) ProtoMessage() {}
 
 func (x *ReadFileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[48]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3464,7 +3548,7 @@ func (x *ReadFileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFileRequest.ProtoReflect.Descriptor instead.
 func (*ReadFileRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{48}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ReadFileRequest) GetPath() []byte {
@@ -3503,7 +3587,7 @@ type ReadFileResponse struct {
 
 func (x *ReadFileResponse) Reset() {
 	*x = ReadFileResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3515,7 +3599,7 @@ func (x *ReadFileResponse) String() string {
 func (*ReadFileResponse) ProtoMessage() {}
 
 func (x *ReadFileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[49]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3528,7 +3612,7 @@ func (x *ReadFileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFileResponse.ProtoReflect.Descriptor instead.
 func (*ReadFileResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{49}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ReadFileResponse) GetInfo() *v1.FileInfo {
@@ -3568,7 +3652,7 @@ type WriteFileRequest struct {
 
 func (x *WriteFileRequest) Reset() {
 	*x = WriteFileRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3580,7 +3664,7 @@ func (x *WriteFileRequest) String() string {
 func (*WriteFileRequest) ProtoMessage() {}
 
 func (x *WriteFileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[50]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3593,7 +3677,7 @@ func (x *WriteFileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFileRequest.ProtoReflect.Descriptor instead.
 func (*WriteFileRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{50}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *WriteFileRequest) GetMessage() isWriteFileRequest_Message {
@@ -3652,7 +3736,7 @@ type WriteFileResponse struct {
 
 func (x *WriteFileResponse) Reset() {
 	*x = WriteFileResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3664,7 +3748,7 @@ func (x *WriteFileResponse) String() string {
 func (*WriteFileResponse) ProtoMessage() {}
 
 func (x *WriteFileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[51]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3677,7 +3761,7 @@ func (x *WriteFileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFileResponse.ProtoReflect.Descriptor instead.
 func (*WriteFileResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{51}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *WriteFileResponse) GetInfo() *v1.FileInfo {
@@ -3705,7 +3789,7 @@ type DownloadRequest struct {
 
 func (x *DownloadRequest) Reset() {
 	*x = DownloadRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3717,7 +3801,7 @@ func (x *DownloadRequest) String() string {
 func (*DownloadRequest) ProtoMessage() {}
 
 func (x *DownloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[52]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3730,7 +3814,7 @@ func (x *DownloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DownloadRequest.ProtoReflect.Descriptor instead.
 func (*DownloadRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{52}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *DownloadRequest) GetPath() []byte {
@@ -3755,7 +3839,7 @@ type DownloadResponse struct {
 
 func (x *DownloadResponse) Reset() {
 	*x = DownloadResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3767,7 +3851,7 @@ func (x *DownloadResponse) String() string {
 func (*DownloadResponse) ProtoMessage() {}
 
 func (x *DownloadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[53]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3780,7 +3864,7 @@ func (x *DownloadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DownloadResponse.ProtoReflect.Descriptor instead.
 func (*DownloadResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{53}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *DownloadResponse) GetData() []byte {
@@ -3821,7 +3905,7 @@ type UploadRequest struct {
 
 func (x *UploadRequest) Reset() {
 	*x = UploadRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3833,7 +3917,7 @@ func (x *UploadRequest) String() string {
 func (*UploadRequest) ProtoMessage() {}
 
 func (x *UploadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[54]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3846,7 +3930,7 @@ func (x *UploadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UploadRequest.ProtoReflect.Descriptor instead.
 func (*UploadRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{54}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *UploadRequest) GetMessage() isUploadRequest_Message {
@@ -3921,7 +4005,7 @@ type UploadResponse struct {
 
 func (x *UploadResponse) Reset() {
 	*x = UploadResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3933,7 +4017,7 @@ func (x *UploadResponse) String() string {
 func (*UploadResponse) ProtoMessage() {}
 
 func (x *UploadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[55]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3946,7 +4030,7 @@ func (x *UploadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UploadResponse.ProtoReflect.Descriptor instead.
 func (*UploadResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{55}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *UploadResponse) GetEntries() uint64 {
@@ -3978,7 +4062,7 @@ type GlobRequest struct {
 
 func (x *GlobRequest) Reset() {
 	*x = GlobRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3990,7 +4074,7 @@ func (x *GlobRequest) String() string {
 func (*GlobRequest) ProtoMessage() {}
 
 func (x *GlobRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[56]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4003,7 +4087,7 @@ func (x *GlobRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GlobRequest.ProtoReflect.Descriptor instead.
 func (*GlobRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{56}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *GlobRequest) GetPath() []byte {
@@ -4040,7 +4124,7 @@ type GlobResponse struct {
 
 func (x *GlobResponse) Reset() {
 	*x = GlobResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4052,7 +4136,7 @@ func (x *GlobResponse) String() string {
 func (*GlobResponse) ProtoMessage() {}
 
 func (x *GlobResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[57]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4065,7 +4149,7 @@ func (x *GlobResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GlobResponse.ProtoReflect.Descriptor instead.
 func (*GlobResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{57}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *GlobResponse) GetFiles() []*v1.FileInfo {
@@ -4103,7 +4187,7 @@ type GrepRequest struct {
 
 func (x *GrepRequest) Reset() {
 	*x = GrepRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4115,7 +4199,7 @@ func (x *GrepRequest) String() string {
 func (*GrepRequest) ProtoMessage() {}
 
 func (x *GrepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[58]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4128,7 +4212,7 @@ func (x *GrepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrepRequest.ProtoReflect.Descriptor instead.
 func (*GrepRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{58}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *GrepRequest) GetPath() []byte {
@@ -4186,7 +4270,7 @@ type GrepResponse struct {
 
 func (x *GrepResponse) Reset() {
 	*x = GrepResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4198,7 +4282,7 @@ func (x *GrepResponse) String() string {
 func (*GrepResponse) ProtoMessage() {}
 
 func (x *GrepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[59]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4211,7 +4295,7 @@ func (x *GrepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrepResponse.ProtoReflect.Descriptor instead.
 func (*GrepResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{59}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *GrepResponse) GetMatches() []*v1.GrepMatch {
@@ -4245,7 +4329,7 @@ type ReplaceTextRequest struct {
 
 func (x *ReplaceTextRequest) Reset() {
 	*x = ReplaceTextRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4257,7 +4341,7 @@ func (x *ReplaceTextRequest) String() string {
 func (*ReplaceTextRequest) ProtoMessage() {}
 
 func (x *ReplaceTextRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[60]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4270,7 +4354,7 @@ func (x *ReplaceTextRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplaceTextRequest.ProtoReflect.Descriptor instead.
 func (*ReplaceTextRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{60}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ReplaceTextRequest) GetPath() []byte {
@@ -4314,7 +4398,7 @@ type ReplaceTextResponse struct {
 
 func (x *ReplaceTextResponse) Reset() {
 	*x = ReplaceTextResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4326,7 +4410,7 @@ func (x *ReplaceTextResponse) String() string {
 func (*ReplaceTextResponse) ProtoMessage() {}
 
 func (x *ReplaceTextResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[61]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4339,7 +4423,7 @@ func (x *ReplaceTextResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplaceTextResponse.ProtoReflect.Descriptor instead.
 func (*ReplaceTextResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{61}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ReplaceTextResponse) GetReplaced() uint32 {
@@ -4369,7 +4453,7 @@ type WatchDirectoryRequest struct {
 
 func (x *WatchDirectoryRequest) Reset() {
 	*x = WatchDirectoryRequest{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4381,7 +4465,7 @@ func (x *WatchDirectoryRequest) String() string {
 func (*WatchDirectoryRequest) ProtoMessage() {}
 
 func (x *WatchDirectoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[62]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4394,7 +4478,7 @@ func (x *WatchDirectoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDirectoryRequest.ProtoReflect.Descriptor instead.
 func (*WatchDirectoryRequest) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{62}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *WatchDirectoryRequest) GetPath() []byte {
@@ -4426,7 +4510,7 @@ type WatchDirectoryResponse struct {
 
 func (x *WatchDirectoryResponse) Reset() {
 	*x = WatchDirectoryResponse{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4438,7 +4522,7 @@ func (x *WatchDirectoryResponse) String() string {
 func (*WatchDirectoryResponse) ProtoMessage() {}
 
 func (x *WatchDirectoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[63]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4451,7 +4535,7 @@ func (x *WatchDirectoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDirectoryResponse.ProtoReflect.Descriptor instead.
 func (*WatchDirectoryResponse) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{63}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *WatchDirectoryResponse) GetChange() v1.WatchDirectoryResponse_Change {
@@ -4497,7 +4581,7 @@ type JobRecord struct {
 
 func (x *JobRecord) Reset() {
 	*x = JobRecord{}
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4509,7 +4593,7 @@ func (x *JobRecord) String() string {
 func (*JobRecord) ProtoMessage() {}
 
 func (x *JobRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_berth_guest_v1_guest_proto_msgTypes[64]
+	mi := &file_berth_guest_v1_guest_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4522,7 +4606,7 @@ func (x *JobRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRecord.ProtoReflect.Descriptor instead.
 func (*JobRecord) Descriptor() ([]byte, []int) {
-	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{64}
+	return file_berth_guest_v1_guest_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *JobRecord) GetJobId() string {
@@ -4594,7 +4678,10 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\fdefault_user\x18\v \x01(\tR\vdefaultUser\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaf\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x12\n" +
+	"\x10ChallengeRequest\")\n" +
+	"\x11ChallengeResponse\x12\x14\n" +
+	"\x05nonce\x18\x01 \x01(\fR\x05nonce\"\xaf\x01\n" +
 	"\fHelloRequest\x12\x1a\n" +
 	"\bprotocol\x18\x01 \x01(\rR\bprotocol\x12\x14\n" +
 	"\x05build\x18\x02 \x01(\tR\x05build\x12\"\n" +
@@ -4899,8 +4986,9 @@ const file_berth_guest_v1_guest_proto_rawDesc = "" +
 	"\x19CONTAINMENT_PID_NAMESPACE\x10\x02\x12\x14\n" +
 	"\x10CONTAINMENT_SHIM\x10\x03\x12\x1d\n" +
 	"\x19CONTAINMENT_PROCESS_GROUP\x10\x04\x12\x13\n" +
-	"\x0fCONTAINMENT_TAG\x10\x052\x99\t\n" +
-	"\fGuestService\x12D\n" +
+	"\x0fCONTAINMENT_TAG\x10\x052\xeb\t\n" +
+	"\fGuestService\x12P\n" +
+	"\tChallenge\x12 .berth.guest.v1.ChallengeRequest\x1a!.berth.guest.v1.ChallengeResponse\x12D\n" +
 	"\x05Hello\x12\x1c.berth.guest.v1.HelloRequest\x1a\x1d.berth.guest.v1.HelloResponse\x12D\n" +
 	"\x05Start\x12\x1c.berth.guest.v1.StartRequest\x1a\x1d.berth.guest.v1.StartResponse\x12>\n" +
 	"\x03Run\x12\x1a.berth.guest.v1.RunRequest\x1a\x1b.berth.guest.v1.RunResponse\x12K\n" +
@@ -4946,205 +5034,209 @@ func file_berth_guest_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_berth_guest_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_berth_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 67)
+var file_berth_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
 var file_berth_guest_v1_guest_proto_goTypes = []any{
 	(Containment)(0),                      // 0: berth.guest.v1.Containment
 	(*BootConfig)(nil),                    // 1: berth.guest.v1.BootConfig
-	(*HelloRequest)(nil),                  // 2: berth.guest.v1.HelloRequest
-	(*HelloResponse)(nil),                 // 3: berth.guest.v1.HelloResponse
-	(*Command)(nil),                       // 4: berth.guest.v1.Command
-	(*Status)(nil),                        // 5: berth.guest.v1.Status
-	(*StartRequest)(nil),                  // 6: berth.guest.v1.StartRequest
-	(*StartResponse)(nil),                 // 7: berth.guest.v1.StartResponse
-	(*RunRequest)(nil),                    // 8: berth.guest.v1.RunRequest
-	(*Output)(nil),                        // 9: berth.guest.v1.Output
-	(*RunResponse)(nil),                   // 10: berth.guest.v1.RunResponse
-	(*AttachRequest)(nil),                 // 11: berth.guest.v1.AttachRequest
-	(*AttachOpen)(nil),                    // 12: berth.guest.v1.AttachOpen
-	(*AttachInput)(nil),                   // 13: berth.guest.v1.AttachInput
-	(*AttachResponse)(nil),                // 14: berth.guest.v1.AttachResponse
-	(*ReadRequest)(nil),                   // 15: berth.guest.v1.ReadRequest
-	(*ReadResponse)(nil),                  // 16: berth.guest.v1.ReadResponse
-	(*InputRequest)(nil),                  // 17: berth.guest.v1.InputRequest
-	(*InputResponse)(nil),                 // 18: berth.guest.v1.InputResponse
-	(*AppendInputRequest)(nil),            // 19: berth.guest.v1.AppendInputRequest
-	(*AppendInputResponse)(nil),           // 20: berth.guest.v1.AppendInputResponse
-	(*CloseInputRequest)(nil),             // 21: berth.guest.v1.CloseInputRequest
-	(*CloseInputResponse)(nil),            // 22: berth.guest.v1.CloseInputResponse
-	(*ResizeRequest)(nil),                 // 23: berth.guest.v1.ResizeRequest
-	(*ResizeResponse)(nil),                // 24: berth.guest.v1.ResizeResponse
-	(*SignalRequest)(nil),                 // 25: berth.guest.v1.SignalRequest
-	(*SignalResponse)(nil),                // 26: berth.guest.v1.SignalResponse
-	(*StopRequest)(nil),                   // 27: berth.guest.v1.StopRequest
-	(*StopResponse)(nil),                  // 28: berth.guest.v1.StopResponse
-	(*ListRequest)(nil),                   // 29: berth.guest.v1.ListRequest
-	(*ListResponse)(nil),                  // 30: berth.guest.v1.ListResponse
-	(*WaitRequest)(nil),                   // 31: berth.guest.v1.WaitRequest
-	(*WaitResponse)(nil),                  // 32: berth.guest.v1.WaitResponse
-	(*ForgetRequest)(nil),                 // 33: berth.guest.v1.ForgetRequest
-	(*ForgetResponse)(nil),                // 34: berth.guest.v1.ForgetResponse
-	(*QuiesceRequest)(nil),                // 35: berth.guest.v1.QuiesceRequest
-	(*QuiesceResponse)(nil),               // 36: berth.guest.v1.QuiesceResponse
-	(*ResumedRequest)(nil),                // 37: berth.guest.v1.ResumedRequest
-	(*ResumedResponse)(nil),               // 38: berth.guest.v1.ResumedResponse
-	(*StatRequest)(nil),                   // 39: berth.guest.v1.StatRequest
-	(*StatResponse)(nil),                  // 40: berth.guest.v1.StatResponse
-	(*ListDirectoryRequest)(nil),          // 41: berth.guest.v1.ListDirectoryRequest
-	(*ListDirectoryResponse)(nil),         // 42: berth.guest.v1.ListDirectoryResponse
-	(*MakeDirectoryRequest)(nil),          // 43: berth.guest.v1.MakeDirectoryRequest
-	(*MakeDirectoryResponse)(nil),         // 44: berth.guest.v1.MakeDirectoryResponse
-	(*RemoveRequest)(nil),                 // 45: berth.guest.v1.RemoveRequest
-	(*RemoveResponse)(nil),                // 46: berth.guest.v1.RemoveResponse
-	(*MoveRequest)(nil),                   // 47: berth.guest.v1.MoveRequest
-	(*MoveResponse)(nil),                  // 48: berth.guest.v1.MoveResponse
-	(*ReadFileRequest)(nil),               // 49: berth.guest.v1.ReadFileRequest
-	(*ReadFileResponse)(nil),              // 50: berth.guest.v1.ReadFileResponse
-	(*WriteFileRequest)(nil),              // 51: berth.guest.v1.WriteFileRequest
-	(*WriteFileResponse)(nil),             // 52: berth.guest.v1.WriteFileResponse
-	(*DownloadRequest)(nil),               // 53: berth.guest.v1.DownloadRequest
-	(*DownloadResponse)(nil),              // 54: berth.guest.v1.DownloadResponse
-	(*UploadRequest)(nil),                 // 55: berth.guest.v1.UploadRequest
-	(*UploadResponse)(nil),                // 56: berth.guest.v1.UploadResponse
-	(*GlobRequest)(nil),                   // 57: berth.guest.v1.GlobRequest
-	(*GlobResponse)(nil),                  // 58: berth.guest.v1.GlobResponse
-	(*GrepRequest)(nil),                   // 59: berth.guest.v1.GrepRequest
-	(*GrepResponse)(nil),                  // 60: berth.guest.v1.GrepResponse
-	(*ReplaceTextRequest)(nil),            // 61: berth.guest.v1.ReplaceTextRequest
-	(*ReplaceTextResponse)(nil),           // 62: berth.guest.v1.ReplaceTextResponse
-	(*WatchDirectoryRequest)(nil),         // 63: berth.guest.v1.WatchDirectoryRequest
-	(*WatchDirectoryResponse)(nil),        // 64: berth.guest.v1.WatchDirectoryResponse
-	(*JobRecord)(nil),                     // 65: berth.guest.v1.JobRecord
-	nil,                                   // 66: berth.guest.v1.BootConfig.EnvEntry
-	nil,                                   // 67: berth.guest.v1.Command.EnvEntry
-	(*timestamppb.Timestamp)(nil),         // 68: google.protobuf.Timestamp
-	(*v1.Stdin)(nil),                      // 69: berth.v1.Stdin
-	(*v1.TerminalSize)(nil),               // 70: berth.v1.TerminalSize
-	(*durationpb.Duration)(nil),           // 71: google.protobuf.Duration
-	(*v1.Outcome)(nil),                    // 72: berth.v1.Outcome
-	(*v1.OutputStats)(nil),                // 73: berth.v1.OutputStats
-	(v1.Stream)(0),                        // 74: berth.v1.Stream
-	(*v1.OutputChunk)(nil),                // 75: berth.v1.OutputChunk
-	(*v1.OutputGap)(nil),                  // 76: berth.v1.OutputGap
-	(*v1.FileInfo)(nil),                   // 77: berth.v1.FileInfo
-	(*v1.WriteFileHeader)(nil),            // 78: berth.v1.WriteFileHeader
-	(*v1.GrepMatch)(nil),                  // 79: berth.v1.GrepMatch
-	(v1.WatchDirectoryResponse_Change)(0), // 80: berth.v1.WatchDirectoryResponse.Change
+	(*ChallengeRequest)(nil),              // 2: berth.guest.v1.ChallengeRequest
+	(*ChallengeResponse)(nil),             // 3: berth.guest.v1.ChallengeResponse
+	(*HelloRequest)(nil),                  // 4: berth.guest.v1.HelloRequest
+	(*HelloResponse)(nil),                 // 5: berth.guest.v1.HelloResponse
+	(*Command)(nil),                       // 6: berth.guest.v1.Command
+	(*Status)(nil),                        // 7: berth.guest.v1.Status
+	(*StartRequest)(nil),                  // 8: berth.guest.v1.StartRequest
+	(*StartResponse)(nil),                 // 9: berth.guest.v1.StartResponse
+	(*RunRequest)(nil),                    // 10: berth.guest.v1.RunRequest
+	(*Output)(nil),                        // 11: berth.guest.v1.Output
+	(*RunResponse)(nil),                   // 12: berth.guest.v1.RunResponse
+	(*AttachRequest)(nil),                 // 13: berth.guest.v1.AttachRequest
+	(*AttachOpen)(nil),                    // 14: berth.guest.v1.AttachOpen
+	(*AttachInput)(nil),                   // 15: berth.guest.v1.AttachInput
+	(*AttachResponse)(nil),                // 16: berth.guest.v1.AttachResponse
+	(*ReadRequest)(nil),                   // 17: berth.guest.v1.ReadRequest
+	(*ReadResponse)(nil),                  // 18: berth.guest.v1.ReadResponse
+	(*InputRequest)(nil),                  // 19: berth.guest.v1.InputRequest
+	(*InputResponse)(nil),                 // 20: berth.guest.v1.InputResponse
+	(*AppendInputRequest)(nil),            // 21: berth.guest.v1.AppendInputRequest
+	(*AppendInputResponse)(nil),           // 22: berth.guest.v1.AppendInputResponse
+	(*CloseInputRequest)(nil),             // 23: berth.guest.v1.CloseInputRequest
+	(*CloseInputResponse)(nil),            // 24: berth.guest.v1.CloseInputResponse
+	(*ResizeRequest)(nil),                 // 25: berth.guest.v1.ResizeRequest
+	(*ResizeResponse)(nil),                // 26: berth.guest.v1.ResizeResponse
+	(*SignalRequest)(nil),                 // 27: berth.guest.v1.SignalRequest
+	(*SignalResponse)(nil),                // 28: berth.guest.v1.SignalResponse
+	(*StopRequest)(nil),                   // 29: berth.guest.v1.StopRequest
+	(*StopResponse)(nil),                  // 30: berth.guest.v1.StopResponse
+	(*ListRequest)(nil),                   // 31: berth.guest.v1.ListRequest
+	(*ListResponse)(nil),                  // 32: berth.guest.v1.ListResponse
+	(*WaitRequest)(nil),                   // 33: berth.guest.v1.WaitRequest
+	(*WaitResponse)(nil),                  // 34: berth.guest.v1.WaitResponse
+	(*ForgetRequest)(nil),                 // 35: berth.guest.v1.ForgetRequest
+	(*ForgetResponse)(nil),                // 36: berth.guest.v1.ForgetResponse
+	(*QuiesceRequest)(nil),                // 37: berth.guest.v1.QuiesceRequest
+	(*QuiesceResponse)(nil),               // 38: berth.guest.v1.QuiesceResponse
+	(*ResumedRequest)(nil),                // 39: berth.guest.v1.ResumedRequest
+	(*ResumedResponse)(nil),               // 40: berth.guest.v1.ResumedResponse
+	(*StatRequest)(nil),                   // 41: berth.guest.v1.StatRequest
+	(*StatResponse)(nil),                  // 42: berth.guest.v1.StatResponse
+	(*ListDirectoryRequest)(nil),          // 43: berth.guest.v1.ListDirectoryRequest
+	(*ListDirectoryResponse)(nil),         // 44: berth.guest.v1.ListDirectoryResponse
+	(*MakeDirectoryRequest)(nil),          // 45: berth.guest.v1.MakeDirectoryRequest
+	(*MakeDirectoryResponse)(nil),         // 46: berth.guest.v1.MakeDirectoryResponse
+	(*RemoveRequest)(nil),                 // 47: berth.guest.v1.RemoveRequest
+	(*RemoveResponse)(nil),                // 48: berth.guest.v1.RemoveResponse
+	(*MoveRequest)(nil),                   // 49: berth.guest.v1.MoveRequest
+	(*MoveResponse)(nil),                  // 50: berth.guest.v1.MoveResponse
+	(*ReadFileRequest)(nil),               // 51: berth.guest.v1.ReadFileRequest
+	(*ReadFileResponse)(nil),              // 52: berth.guest.v1.ReadFileResponse
+	(*WriteFileRequest)(nil),              // 53: berth.guest.v1.WriteFileRequest
+	(*WriteFileResponse)(nil),             // 54: berth.guest.v1.WriteFileResponse
+	(*DownloadRequest)(nil),               // 55: berth.guest.v1.DownloadRequest
+	(*DownloadResponse)(nil),              // 56: berth.guest.v1.DownloadResponse
+	(*UploadRequest)(nil),                 // 57: berth.guest.v1.UploadRequest
+	(*UploadResponse)(nil),                // 58: berth.guest.v1.UploadResponse
+	(*GlobRequest)(nil),                   // 59: berth.guest.v1.GlobRequest
+	(*GlobResponse)(nil),                  // 60: berth.guest.v1.GlobResponse
+	(*GrepRequest)(nil),                   // 61: berth.guest.v1.GrepRequest
+	(*GrepResponse)(nil),                  // 62: berth.guest.v1.GrepResponse
+	(*ReplaceTextRequest)(nil),            // 63: berth.guest.v1.ReplaceTextRequest
+	(*ReplaceTextResponse)(nil),           // 64: berth.guest.v1.ReplaceTextResponse
+	(*WatchDirectoryRequest)(nil),         // 65: berth.guest.v1.WatchDirectoryRequest
+	(*WatchDirectoryResponse)(nil),        // 66: berth.guest.v1.WatchDirectoryResponse
+	(*JobRecord)(nil),                     // 67: berth.guest.v1.JobRecord
+	nil,                                   // 68: berth.guest.v1.BootConfig.EnvEntry
+	nil,                                   // 69: berth.guest.v1.Command.EnvEntry
+	(*timestamppb.Timestamp)(nil),         // 70: google.protobuf.Timestamp
+	(*v1.Stdin)(nil),                      // 71: berth.v1.Stdin
+	(*v1.TerminalSize)(nil),               // 72: berth.v1.TerminalSize
+	(*durationpb.Duration)(nil),           // 73: google.protobuf.Duration
+	(*v1.Outcome)(nil),                    // 74: berth.v1.Outcome
+	(*v1.OutputStats)(nil),                // 75: berth.v1.OutputStats
+	(v1.Stream)(0),                        // 76: berth.v1.Stream
+	(*v1.OutputChunk)(nil),                // 77: berth.v1.OutputChunk
+	(*v1.OutputGap)(nil),                  // 78: berth.v1.OutputGap
+	(*v1.FileInfo)(nil),                   // 79: berth.v1.FileInfo
+	(*v1.WriteFileHeader)(nil),            // 80: berth.v1.WriteFileHeader
+	(*v1.GrepMatch)(nil),                  // 81: berth.v1.GrepMatch
+	(v1.WatchDirectoryResponse_Change)(0), // 82: berth.v1.WatchDirectoryResponse.Change
 }
 var file_berth_guest_v1_guest_proto_depIdxs = []int32{
-	66, // 0: berth.guest.v1.BootConfig.env:type_name -> berth.guest.v1.BootConfig.EnvEntry
+	68, // 0: berth.guest.v1.BootConfig.env:type_name -> berth.guest.v1.BootConfig.EnvEntry
 	0,  // 1: berth.guest.v1.HelloResponse.containment:type_name -> berth.guest.v1.Containment
-	68, // 2: berth.guest.v1.HelloResponse.time:type_name -> google.protobuf.Timestamp
-	67, // 3: berth.guest.v1.Command.env:type_name -> berth.guest.v1.Command.EnvEntry
-	69, // 4: berth.guest.v1.Command.stdin:type_name -> berth.v1.Stdin
-	70, // 5: berth.guest.v1.Command.tty:type_name -> berth.v1.TerminalSize
-	71, // 6: berth.guest.v1.Command.timeout:type_name -> google.protobuf.Duration
-	71, // 7: berth.guest.v1.Command.kill_grace:type_name -> google.protobuf.Duration
-	72, // 8: berth.guest.v1.Status.outcome:type_name -> berth.v1.Outcome
-	73, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputStats
-	73, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputStats
-	68, // 11: berth.guest.v1.Status.start_time:type_name -> google.protobuf.Timestamp
-	68, // 12: berth.guest.v1.Status.end_time:type_name -> google.protobuf.Timestamp
-	71, // 13: berth.guest.v1.Status.cpu_time:type_name -> google.protobuf.Duration
-	4,  // 14: berth.guest.v1.StartRequest.command:type_name -> berth.guest.v1.Command
-	71, // 15: berth.guest.v1.StartRequest.disconnect_grace:type_name -> google.protobuf.Duration
-	5,  // 16: berth.guest.v1.StartResponse.status:type_name -> berth.guest.v1.Status
-	6,  // 17: berth.guest.v1.RunRequest.start:type_name -> berth.guest.v1.StartRequest
-	5,  // 18: berth.guest.v1.RunResponse.status:type_name -> berth.guest.v1.Status
-	9,  // 19: berth.guest.v1.RunResponse.stdout:type_name -> berth.guest.v1.Output
-	9,  // 20: berth.guest.v1.RunResponse.stderr:type_name -> berth.guest.v1.Output
-	12, // 21: berth.guest.v1.AttachRequest.open:type_name -> berth.guest.v1.AttachOpen
-	13, // 22: berth.guest.v1.AttachRequest.input:type_name -> berth.guest.v1.AttachInput
-	70, // 23: berth.guest.v1.AttachRequest.resize:type_name -> berth.v1.TerminalSize
-	6,  // 24: berth.guest.v1.AttachOpen.start:type_name -> berth.guest.v1.StartRequest
-	74, // 25: berth.guest.v1.AttachOpen.streams:type_name -> berth.v1.Stream
-	5,  // 26: berth.guest.v1.AttachResponse.opened:type_name -> berth.guest.v1.Status
-	75, // 27: berth.guest.v1.AttachResponse.chunk:type_name -> berth.v1.OutputChunk
-	76, // 28: berth.guest.v1.AttachResponse.gap:type_name -> berth.v1.OutputGap
-	5,  // 29: berth.guest.v1.AttachResponse.done:type_name -> berth.guest.v1.Status
-	74, // 30: berth.guest.v1.ReadRequest.stream:type_name -> berth.v1.Stream
-	71, // 31: berth.guest.v1.ReadRequest.wait:type_name -> google.protobuf.Duration
-	73, // 32: berth.guest.v1.ReadResponse.stats:type_name -> berth.v1.OutputStats
-	70, // 33: berth.guest.v1.ResizeRequest.size:type_name -> berth.v1.TerminalSize
-	5,  // 34: berth.guest.v1.SignalResponse.status:type_name -> berth.guest.v1.Status
-	71, // 35: berth.guest.v1.StopRequest.grace:type_name -> google.protobuf.Duration
-	5,  // 36: berth.guest.v1.StopResponse.status:type_name -> berth.guest.v1.Status
-	71, // 37: berth.guest.v1.ListRequest.wait:type_name -> google.protobuf.Duration
-	5,  // 38: berth.guest.v1.ListResponse.statuses:type_name -> berth.guest.v1.Status
-	71, // 39: berth.guest.v1.WaitRequest.wait:type_name -> google.protobuf.Duration
-	5,  // 40: berth.guest.v1.WaitResponse.status:type_name -> berth.guest.v1.Status
-	68, // 41: berth.guest.v1.ResumedRequest.time:type_name -> google.protobuf.Timestamp
-	77, // 42: berth.guest.v1.StatResponse.info:type_name -> berth.v1.FileInfo
-	77, // 43: berth.guest.v1.ListDirectoryResponse.entries:type_name -> berth.v1.FileInfo
-	77, // 44: berth.guest.v1.MakeDirectoryResponse.info:type_name -> berth.v1.FileInfo
-	77, // 45: berth.guest.v1.MoveResponse.info:type_name -> berth.v1.FileInfo
-	77, // 46: berth.guest.v1.ReadFileResponse.info:type_name -> berth.v1.FileInfo
-	78, // 47: berth.guest.v1.WriteFileRequest.header:type_name -> berth.v1.WriteFileHeader
-	77, // 48: berth.guest.v1.WriteFileResponse.info:type_name -> berth.v1.FileInfo
-	77, // 49: berth.guest.v1.GlobResponse.files:type_name -> berth.v1.FileInfo
-	79, // 50: berth.guest.v1.GrepResponse.matches:type_name -> berth.v1.GrepMatch
-	77, // 51: berth.guest.v1.ReplaceTextResponse.info:type_name -> berth.v1.FileInfo
-	80, // 52: berth.guest.v1.WatchDirectoryResponse.change:type_name -> berth.v1.WatchDirectoryResponse.Change
-	68, // 53: berth.guest.v1.JobRecord.accept_time:type_name -> google.protobuf.Timestamp
-	2,  // 54: berth.guest.v1.GuestService.Hello:input_type -> berth.guest.v1.HelloRequest
-	6,  // 55: berth.guest.v1.GuestService.Start:input_type -> berth.guest.v1.StartRequest
-	8,  // 56: berth.guest.v1.GuestService.Run:input_type -> berth.guest.v1.RunRequest
-	11, // 57: berth.guest.v1.GuestService.Attach:input_type -> berth.guest.v1.AttachRequest
-	15, // 58: berth.guest.v1.GuestService.Read:input_type -> berth.guest.v1.ReadRequest
-	17, // 59: berth.guest.v1.GuestService.Input:input_type -> berth.guest.v1.InputRequest
-	19, // 60: berth.guest.v1.GuestService.AppendInput:input_type -> berth.guest.v1.AppendInputRequest
-	21, // 61: berth.guest.v1.GuestService.CloseInput:input_type -> berth.guest.v1.CloseInputRequest
-	23, // 62: berth.guest.v1.GuestService.Resize:input_type -> berth.guest.v1.ResizeRequest
-	25, // 63: berth.guest.v1.GuestService.Signal:input_type -> berth.guest.v1.SignalRequest
-	27, // 64: berth.guest.v1.GuestService.Stop:input_type -> berth.guest.v1.StopRequest
-	29, // 65: berth.guest.v1.GuestService.List:input_type -> berth.guest.v1.ListRequest
-	31, // 66: berth.guest.v1.GuestService.Wait:input_type -> berth.guest.v1.WaitRequest
-	33, // 67: berth.guest.v1.GuestService.Forget:input_type -> berth.guest.v1.ForgetRequest
-	35, // 68: berth.guest.v1.GuestService.Quiesce:input_type -> berth.guest.v1.QuiesceRequest
-	37, // 69: berth.guest.v1.GuestService.Resumed:input_type -> berth.guest.v1.ResumedRequest
-	39, // 70: berth.guest.v1.GuestFileService.Stat:input_type -> berth.guest.v1.StatRequest
-	41, // 71: berth.guest.v1.GuestFileService.ListDirectory:input_type -> berth.guest.v1.ListDirectoryRequest
-	43, // 72: berth.guest.v1.GuestFileService.MakeDirectory:input_type -> berth.guest.v1.MakeDirectoryRequest
-	45, // 73: berth.guest.v1.GuestFileService.Remove:input_type -> berth.guest.v1.RemoveRequest
-	47, // 74: berth.guest.v1.GuestFileService.Move:input_type -> berth.guest.v1.MoveRequest
-	49, // 75: berth.guest.v1.GuestFileService.ReadFile:input_type -> berth.guest.v1.ReadFileRequest
-	51, // 76: berth.guest.v1.GuestFileService.WriteFile:input_type -> berth.guest.v1.WriteFileRequest
-	53, // 77: berth.guest.v1.GuestFileService.Download:input_type -> berth.guest.v1.DownloadRequest
-	55, // 78: berth.guest.v1.GuestFileService.Upload:input_type -> berth.guest.v1.UploadRequest
-	57, // 79: berth.guest.v1.GuestFileService.Glob:input_type -> berth.guest.v1.GlobRequest
-	59, // 80: berth.guest.v1.GuestFileService.Grep:input_type -> berth.guest.v1.GrepRequest
-	61, // 81: berth.guest.v1.GuestFileService.ReplaceText:input_type -> berth.guest.v1.ReplaceTextRequest
-	63, // 82: berth.guest.v1.GuestFileService.WatchDirectory:input_type -> berth.guest.v1.WatchDirectoryRequest
-	3,  // 83: berth.guest.v1.GuestService.Hello:output_type -> berth.guest.v1.HelloResponse
-	7,  // 84: berth.guest.v1.GuestService.Start:output_type -> berth.guest.v1.StartResponse
-	10, // 85: berth.guest.v1.GuestService.Run:output_type -> berth.guest.v1.RunResponse
-	14, // 86: berth.guest.v1.GuestService.Attach:output_type -> berth.guest.v1.AttachResponse
-	16, // 87: berth.guest.v1.GuestService.Read:output_type -> berth.guest.v1.ReadResponse
-	18, // 88: berth.guest.v1.GuestService.Input:output_type -> berth.guest.v1.InputResponse
-	20, // 89: berth.guest.v1.GuestService.AppendInput:output_type -> berth.guest.v1.AppendInputResponse
-	22, // 90: berth.guest.v1.GuestService.CloseInput:output_type -> berth.guest.v1.CloseInputResponse
-	24, // 91: berth.guest.v1.GuestService.Resize:output_type -> berth.guest.v1.ResizeResponse
-	26, // 92: berth.guest.v1.GuestService.Signal:output_type -> berth.guest.v1.SignalResponse
-	28, // 93: berth.guest.v1.GuestService.Stop:output_type -> berth.guest.v1.StopResponse
-	30, // 94: berth.guest.v1.GuestService.List:output_type -> berth.guest.v1.ListResponse
-	32, // 95: berth.guest.v1.GuestService.Wait:output_type -> berth.guest.v1.WaitResponse
-	34, // 96: berth.guest.v1.GuestService.Forget:output_type -> berth.guest.v1.ForgetResponse
-	36, // 97: berth.guest.v1.GuestService.Quiesce:output_type -> berth.guest.v1.QuiesceResponse
-	38, // 98: berth.guest.v1.GuestService.Resumed:output_type -> berth.guest.v1.ResumedResponse
-	40, // 99: berth.guest.v1.GuestFileService.Stat:output_type -> berth.guest.v1.StatResponse
-	42, // 100: berth.guest.v1.GuestFileService.ListDirectory:output_type -> berth.guest.v1.ListDirectoryResponse
-	44, // 101: berth.guest.v1.GuestFileService.MakeDirectory:output_type -> berth.guest.v1.MakeDirectoryResponse
-	46, // 102: berth.guest.v1.GuestFileService.Remove:output_type -> berth.guest.v1.RemoveResponse
-	48, // 103: berth.guest.v1.GuestFileService.Move:output_type -> berth.guest.v1.MoveResponse
-	50, // 104: berth.guest.v1.GuestFileService.ReadFile:output_type -> berth.guest.v1.ReadFileResponse
-	52, // 105: berth.guest.v1.GuestFileService.WriteFile:output_type -> berth.guest.v1.WriteFileResponse
-	54, // 106: berth.guest.v1.GuestFileService.Download:output_type -> berth.guest.v1.DownloadResponse
-	56, // 107: berth.guest.v1.GuestFileService.Upload:output_type -> berth.guest.v1.UploadResponse
-	58, // 108: berth.guest.v1.GuestFileService.Glob:output_type -> berth.guest.v1.GlobResponse
-	60, // 109: berth.guest.v1.GuestFileService.Grep:output_type -> berth.guest.v1.GrepResponse
-	62, // 110: berth.guest.v1.GuestFileService.ReplaceText:output_type -> berth.guest.v1.ReplaceTextResponse
-	64, // 111: berth.guest.v1.GuestFileService.WatchDirectory:output_type -> berth.guest.v1.WatchDirectoryResponse
-	83, // [83:112] is the sub-list for method output_type
-	54, // [54:83] is the sub-list for method input_type
+	70, // 2: berth.guest.v1.HelloResponse.time:type_name -> google.protobuf.Timestamp
+	69, // 3: berth.guest.v1.Command.env:type_name -> berth.guest.v1.Command.EnvEntry
+	71, // 4: berth.guest.v1.Command.stdin:type_name -> berth.v1.Stdin
+	72, // 5: berth.guest.v1.Command.tty:type_name -> berth.v1.TerminalSize
+	73, // 6: berth.guest.v1.Command.timeout:type_name -> google.protobuf.Duration
+	73, // 7: berth.guest.v1.Command.kill_grace:type_name -> google.protobuf.Duration
+	74, // 8: berth.guest.v1.Status.outcome:type_name -> berth.v1.Outcome
+	75, // 9: berth.guest.v1.Status.stdout:type_name -> berth.v1.OutputStats
+	75, // 10: berth.guest.v1.Status.stderr:type_name -> berth.v1.OutputStats
+	70, // 11: berth.guest.v1.Status.start_time:type_name -> google.protobuf.Timestamp
+	70, // 12: berth.guest.v1.Status.end_time:type_name -> google.protobuf.Timestamp
+	73, // 13: berth.guest.v1.Status.cpu_time:type_name -> google.protobuf.Duration
+	6,  // 14: berth.guest.v1.StartRequest.command:type_name -> berth.guest.v1.Command
+	73, // 15: berth.guest.v1.StartRequest.disconnect_grace:type_name -> google.protobuf.Duration
+	7,  // 16: berth.guest.v1.StartResponse.status:type_name -> berth.guest.v1.Status
+	8,  // 17: berth.guest.v1.RunRequest.start:type_name -> berth.guest.v1.StartRequest
+	7,  // 18: berth.guest.v1.RunResponse.status:type_name -> berth.guest.v1.Status
+	11, // 19: berth.guest.v1.RunResponse.stdout:type_name -> berth.guest.v1.Output
+	11, // 20: berth.guest.v1.RunResponse.stderr:type_name -> berth.guest.v1.Output
+	14, // 21: berth.guest.v1.AttachRequest.open:type_name -> berth.guest.v1.AttachOpen
+	15, // 22: berth.guest.v1.AttachRequest.input:type_name -> berth.guest.v1.AttachInput
+	72, // 23: berth.guest.v1.AttachRequest.resize:type_name -> berth.v1.TerminalSize
+	8,  // 24: berth.guest.v1.AttachOpen.start:type_name -> berth.guest.v1.StartRequest
+	76, // 25: berth.guest.v1.AttachOpen.streams:type_name -> berth.v1.Stream
+	7,  // 26: berth.guest.v1.AttachResponse.opened:type_name -> berth.guest.v1.Status
+	77, // 27: berth.guest.v1.AttachResponse.chunk:type_name -> berth.v1.OutputChunk
+	78, // 28: berth.guest.v1.AttachResponse.gap:type_name -> berth.v1.OutputGap
+	7,  // 29: berth.guest.v1.AttachResponse.done:type_name -> berth.guest.v1.Status
+	76, // 30: berth.guest.v1.ReadRequest.stream:type_name -> berth.v1.Stream
+	73, // 31: berth.guest.v1.ReadRequest.wait:type_name -> google.protobuf.Duration
+	75, // 32: berth.guest.v1.ReadResponse.stats:type_name -> berth.v1.OutputStats
+	72, // 33: berth.guest.v1.ResizeRequest.size:type_name -> berth.v1.TerminalSize
+	7,  // 34: berth.guest.v1.SignalResponse.status:type_name -> berth.guest.v1.Status
+	73, // 35: berth.guest.v1.StopRequest.grace:type_name -> google.protobuf.Duration
+	7,  // 36: berth.guest.v1.StopResponse.status:type_name -> berth.guest.v1.Status
+	73, // 37: berth.guest.v1.ListRequest.wait:type_name -> google.protobuf.Duration
+	7,  // 38: berth.guest.v1.ListResponse.statuses:type_name -> berth.guest.v1.Status
+	73, // 39: berth.guest.v1.WaitRequest.wait:type_name -> google.protobuf.Duration
+	7,  // 40: berth.guest.v1.WaitResponse.status:type_name -> berth.guest.v1.Status
+	70, // 41: berth.guest.v1.ResumedRequest.time:type_name -> google.protobuf.Timestamp
+	79, // 42: berth.guest.v1.StatResponse.info:type_name -> berth.v1.FileInfo
+	79, // 43: berth.guest.v1.ListDirectoryResponse.entries:type_name -> berth.v1.FileInfo
+	79, // 44: berth.guest.v1.MakeDirectoryResponse.info:type_name -> berth.v1.FileInfo
+	79, // 45: berth.guest.v1.MoveResponse.info:type_name -> berth.v1.FileInfo
+	79, // 46: berth.guest.v1.ReadFileResponse.info:type_name -> berth.v1.FileInfo
+	80, // 47: berth.guest.v1.WriteFileRequest.header:type_name -> berth.v1.WriteFileHeader
+	79, // 48: berth.guest.v1.WriteFileResponse.info:type_name -> berth.v1.FileInfo
+	79, // 49: berth.guest.v1.GlobResponse.files:type_name -> berth.v1.FileInfo
+	81, // 50: berth.guest.v1.GrepResponse.matches:type_name -> berth.v1.GrepMatch
+	79, // 51: berth.guest.v1.ReplaceTextResponse.info:type_name -> berth.v1.FileInfo
+	82, // 52: berth.guest.v1.WatchDirectoryResponse.change:type_name -> berth.v1.WatchDirectoryResponse.Change
+	70, // 53: berth.guest.v1.JobRecord.accept_time:type_name -> google.protobuf.Timestamp
+	2,  // 54: berth.guest.v1.GuestService.Challenge:input_type -> berth.guest.v1.ChallengeRequest
+	4,  // 55: berth.guest.v1.GuestService.Hello:input_type -> berth.guest.v1.HelloRequest
+	8,  // 56: berth.guest.v1.GuestService.Start:input_type -> berth.guest.v1.StartRequest
+	10, // 57: berth.guest.v1.GuestService.Run:input_type -> berth.guest.v1.RunRequest
+	13, // 58: berth.guest.v1.GuestService.Attach:input_type -> berth.guest.v1.AttachRequest
+	17, // 59: berth.guest.v1.GuestService.Read:input_type -> berth.guest.v1.ReadRequest
+	19, // 60: berth.guest.v1.GuestService.Input:input_type -> berth.guest.v1.InputRequest
+	21, // 61: berth.guest.v1.GuestService.AppendInput:input_type -> berth.guest.v1.AppendInputRequest
+	23, // 62: berth.guest.v1.GuestService.CloseInput:input_type -> berth.guest.v1.CloseInputRequest
+	25, // 63: berth.guest.v1.GuestService.Resize:input_type -> berth.guest.v1.ResizeRequest
+	27, // 64: berth.guest.v1.GuestService.Signal:input_type -> berth.guest.v1.SignalRequest
+	29, // 65: berth.guest.v1.GuestService.Stop:input_type -> berth.guest.v1.StopRequest
+	31, // 66: berth.guest.v1.GuestService.List:input_type -> berth.guest.v1.ListRequest
+	33, // 67: berth.guest.v1.GuestService.Wait:input_type -> berth.guest.v1.WaitRequest
+	35, // 68: berth.guest.v1.GuestService.Forget:input_type -> berth.guest.v1.ForgetRequest
+	37, // 69: berth.guest.v1.GuestService.Quiesce:input_type -> berth.guest.v1.QuiesceRequest
+	39, // 70: berth.guest.v1.GuestService.Resumed:input_type -> berth.guest.v1.ResumedRequest
+	41, // 71: berth.guest.v1.GuestFileService.Stat:input_type -> berth.guest.v1.StatRequest
+	43, // 72: berth.guest.v1.GuestFileService.ListDirectory:input_type -> berth.guest.v1.ListDirectoryRequest
+	45, // 73: berth.guest.v1.GuestFileService.MakeDirectory:input_type -> berth.guest.v1.MakeDirectoryRequest
+	47, // 74: berth.guest.v1.GuestFileService.Remove:input_type -> berth.guest.v1.RemoveRequest
+	49, // 75: berth.guest.v1.GuestFileService.Move:input_type -> berth.guest.v1.MoveRequest
+	51, // 76: berth.guest.v1.GuestFileService.ReadFile:input_type -> berth.guest.v1.ReadFileRequest
+	53, // 77: berth.guest.v1.GuestFileService.WriteFile:input_type -> berth.guest.v1.WriteFileRequest
+	55, // 78: berth.guest.v1.GuestFileService.Download:input_type -> berth.guest.v1.DownloadRequest
+	57, // 79: berth.guest.v1.GuestFileService.Upload:input_type -> berth.guest.v1.UploadRequest
+	59, // 80: berth.guest.v1.GuestFileService.Glob:input_type -> berth.guest.v1.GlobRequest
+	61, // 81: berth.guest.v1.GuestFileService.Grep:input_type -> berth.guest.v1.GrepRequest
+	63, // 82: berth.guest.v1.GuestFileService.ReplaceText:input_type -> berth.guest.v1.ReplaceTextRequest
+	65, // 83: berth.guest.v1.GuestFileService.WatchDirectory:input_type -> berth.guest.v1.WatchDirectoryRequest
+	3,  // 84: berth.guest.v1.GuestService.Challenge:output_type -> berth.guest.v1.ChallengeResponse
+	5,  // 85: berth.guest.v1.GuestService.Hello:output_type -> berth.guest.v1.HelloResponse
+	9,  // 86: berth.guest.v1.GuestService.Start:output_type -> berth.guest.v1.StartResponse
+	12, // 87: berth.guest.v1.GuestService.Run:output_type -> berth.guest.v1.RunResponse
+	16, // 88: berth.guest.v1.GuestService.Attach:output_type -> berth.guest.v1.AttachResponse
+	18, // 89: berth.guest.v1.GuestService.Read:output_type -> berth.guest.v1.ReadResponse
+	20, // 90: berth.guest.v1.GuestService.Input:output_type -> berth.guest.v1.InputResponse
+	22, // 91: berth.guest.v1.GuestService.AppendInput:output_type -> berth.guest.v1.AppendInputResponse
+	24, // 92: berth.guest.v1.GuestService.CloseInput:output_type -> berth.guest.v1.CloseInputResponse
+	26, // 93: berth.guest.v1.GuestService.Resize:output_type -> berth.guest.v1.ResizeResponse
+	28, // 94: berth.guest.v1.GuestService.Signal:output_type -> berth.guest.v1.SignalResponse
+	30, // 95: berth.guest.v1.GuestService.Stop:output_type -> berth.guest.v1.StopResponse
+	32, // 96: berth.guest.v1.GuestService.List:output_type -> berth.guest.v1.ListResponse
+	34, // 97: berth.guest.v1.GuestService.Wait:output_type -> berth.guest.v1.WaitResponse
+	36, // 98: berth.guest.v1.GuestService.Forget:output_type -> berth.guest.v1.ForgetResponse
+	38, // 99: berth.guest.v1.GuestService.Quiesce:output_type -> berth.guest.v1.QuiesceResponse
+	40, // 100: berth.guest.v1.GuestService.Resumed:output_type -> berth.guest.v1.ResumedResponse
+	42, // 101: berth.guest.v1.GuestFileService.Stat:output_type -> berth.guest.v1.StatResponse
+	44, // 102: berth.guest.v1.GuestFileService.ListDirectory:output_type -> berth.guest.v1.ListDirectoryResponse
+	46, // 103: berth.guest.v1.GuestFileService.MakeDirectory:output_type -> berth.guest.v1.MakeDirectoryResponse
+	48, // 104: berth.guest.v1.GuestFileService.Remove:output_type -> berth.guest.v1.RemoveResponse
+	50, // 105: berth.guest.v1.GuestFileService.Move:output_type -> berth.guest.v1.MoveResponse
+	52, // 106: berth.guest.v1.GuestFileService.ReadFile:output_type -> berth.guest.v1.ReadFileResponse
+	54, // 107: berth.guest.v1.GuestFileService.WriteFile:output_type -> berth.guest.v1.WriteFileResponse
+	56, // 108: berth.guest.v1.GuestFileService.Download:output_type -> berth.guest.v1.DownloadResponse
+	58, // 109: berth.guest.v1.GuestFileService.Upload:output_type -> berth.guest.v1.UploadResponse
+	60, // 110: berth.guest.v1.GuestFileService.Glob:output_type -> berth.guest.v1.GlobResponse
+	62, // 111: berth.guest.v1.GuestFileService.Grep:output_type -> berth.guest.v1.GrepResponse
+	64, // 112: berth.guest.v1.GuestFileService.ReplaceText:output_type -> berth.guest.v1.ReplaceTextResponse
+	66, // 113: berth.guest.v1.GuestFileService.WatchDirectory:output_type -> berth.guest.v1.WatchDirectoryResponse
+	84, // [84:114] is the sub-list for method output_type
+	54, // [54:84] is the sub-list for method input_type
 	54, // [54:54] is the sub-list for extension type_name
 	54, // [54:54] is the sub-list for extension extendee
 	0,  // [0:54] is the sub-list for field type_name
@@ -5155,24 +5247,24 @@ func file_berth_guest_v1_guest_proto_init() {
 	if File_berth_guest_v1_guest_proto != nil {
 		return
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[10].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[12].OneofWrappers = []any{
 		(*AttachRequest_Open)(nil),
 		(*AttachRequest_Input)(nil),
 		(*AttachRequest_Resize)(nil),
 		(*AttachRequest_Signal)(nil),
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[13].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[15].OneofWrappers = []any{
 		(*AttachResponse_Opened)(nil),
 		(*AttachResponse_Chunk)(nil),
 		(*AttachResponse_Gap)(nil),
 		(*AttachResponse_InputAcknowledged)(nil),
 		(*AttachResponse_Done)(nil),
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[50].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[52].OneofWrappers = []any{
 		(*WriteFileRequest_Header)(nil),
 		(*WriteFileRequest_Data)(nil),
 	}
-	file_berth_guest_v1_guest_proto_msgTypes[54].OneofWrappers = []any{
+	file_berth_guest_v1_guest_proto_msgTypes[56].OneofWrappers = []any{
 		(*UploadRequest_Path)(nil),
 		(*UploadRequest_Data)(nil),
 		(*UploadRequest_Sha256)(nil),
@@ -5183,7 +5275,7 @@ func file_berth_guest_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_berth_guest_v1_guest_proto_rawDesc), len(file_berth_guest_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   67,
+			NumMessages:   69,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

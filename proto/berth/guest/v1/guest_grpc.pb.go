@@ -8,8 +8,9 @@
 // serves it on connections that it dialled, and on its own unix socket for berth-guest bridge.
 //
 // Rules of the protocol:
-//   - Hello is the first call on every connection; any other before it is refused with
-//     UNAUTHENTICATED. Both sides prove in it that they know the machine's token.
+//   - Challenge and Hello are the first calls on every connection; any other before them is refused with
+//     UNAUTHENTICATED. Both sides prove in Hello that they know the machine's token, over a nonce of each:
+//     what was said on one connection opens no other.
 //   - Both sides gate on named capabilities, never on a comparison of versions. Another protocol
 //     major is refused in words.
 //   - Every call names a job by its id and can be repeated: the answer is the same.
@@ -30,6 +31,7 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
+	GuestService_Challenge_FullMethodName   = "/berth.guest.v1.GuestService/Challenge"
 	GuestService_Hello_FullMethodName       = "/berth.guest.v1.GuestService/Hello"
 	GuestService_Start_FullMethodName       = "/berth.guest.v1.GuestService/Start"
 	GuestService_Run_FullMethodName         = "/berth.guest.v1.GuestService/Run"
@@ -54,9 +56,12 @@ const (
 //
 // GuestService runs jobs in one machine.
 type GuestServiceClient interface {
+	// Challenge returns the nonce that the next Hello on this connection proves itself over. Another one
+	// takes its place.
+	Challenge(ctx context.Context, in *ChallengeRequest, opts ...grpc.CallOption) (*ChallengeResponse, error)
 	// Hello opens a connection: versions, capabilities and proofs both ways. Errors:
-	// FAILED_PRECONDITION for another protocol major or another machine, UNAUTHENTICATED for a wrong
-	// proof.
+	// FAILED_PRECONDITION for another protocol major, another machine, or no challenge before it;
+	// UNAUTHENTICATED for a wrong proof.
 	Hello(ctx context.Context, in *HelloRequest, opts ...grpc.CallOption) (*HelloResponse, error)
 	// Start begins a job, at most once for its id: it answers with the job's status whether this call
 	// or an earlier one began it. A durable job's record is fsynced before the command begins. A
@@ -117,6 +122,16 @@ type guestServiceClient struct {
 
 func NewGuestServiceClient(cc grpc.ClientConnInterface) GuestServiceClient {
 	return &guestServiceClient{cc}
+}
+
+func (c *guestServiceClient) Challenge(ctx context.Context, in *ChallengeRequest, opts ...grpc.CallOption) (*ChallengeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ChallengeResponse)
+	err := c.cc.Invoke(ctx, GuestService_Challenge_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
 }
 
 func (c *guestServiceClient) Hello(ctx context.Context, in *HelloRequest, opts ...grpc.CallOption) (*HelloResponse, error) {
@@ -288,9 +303,12 @@ func (c *guestServiceClient) Resumed(ctx context.Context, in *ResumedRequest, op
 //
 // GuestService runs jobs in one machine.
 type GuestServiceServer interface {
+	// Challenge returns the nonce that the next Hello on this connection proves itself over. Another one
+	// takes its place.
+	Challenge(context.Context, *ChallengeRequest) (*ChallengeResponse, error)
 	// Hello opens a connection: versions, capabilities and proofs both ways. Errors:
-	// FAILED_PRECONDITION for another protocol major or another machine, UNAUTHENTICATED for a wrong
-	// proof.
+	// FAILED_PRECONDITION for another protocol major, another machine, or no challenge before it;
+	// UNAUTHENTICATED for a wrong proof.
 	Hello(context.Context, *HelloRequest) (*HelloResponse, error)
 	// Start begins a job, at most once for its id: it answers with the job's status whether this call
 	// or an earlier one began it. A durable job's record is fsynced before the command begins. A
@@ -353,6 +371,9 @@ type GuestServiceServer interface {
 // pointer dereference when methods are called.
 type UnimplementedGuestServiceServer struct{}
 
+func (UnimplementedGuestServiceServer) Challenge(context.Context, *ChallengeRequest) (*ChallengeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Challenge not implemented")
+}
 func (UnimplementedGuestServiceServer) Hello(context.Context, *HelloRequest) (*HelloResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Hello not implemented")
 }
@@ -420,6 +441,24 @@ func RegisterGuestServiceServer(s grpc.ServiceRegistrar, srv GuestServiceServer)
 		t.testEmbeddedByValue()
 	}
 	s.RegisterService(&GuestService_ServiceDesc, srv)
+}
+
+func _GuestService_Challenge_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ChallengeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(GuestServiceServer).Challenge(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: GuestService_Challenge_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(GuestServiceServer).Challenge(ctx, req.(*ChallengeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
 }
 
 func _GuestService_Hello_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
@@ -706,6 +745,10 @@ var GuestService_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "berth.guest.v1.GuestService",
 	HandlerType: (*GuestServiceServer)(nil),
 	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Challenge",
+			Handler:    _GuestService_Challenge_Handler,
+		},
 		{
 			MethodName: "Hello",
 			Handler:    _GuestService_Hello_Handler,

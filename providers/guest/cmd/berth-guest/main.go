@@ -1,9 +1,11 @@
 // Command berth-guest is the one program inside every machine. See package guest for what it does.
 //
-//	berth-guest serve --config FILE
-//	berth-guest bridge --socket PATH --nonce N [--idle 60s]
+//	berth-guest init --config FILE
+//	berth-guest bridge --socket PATH --nonce N [--guest PID] [--idle 60s]
 //	berth-guest probe
 //	berth-guest version
+//
+// A guest is called init, and no word that a job may look for with `pkill -f`, as it would for "serve".
 package main
 
 import (
@@ -28,8 +30,8 @@ import (
 // maxConfig bounds a boot config, in bytes.
 const maxConfig = 4 << 20
 
-const usage = `usage: berth-guest serve --config FILE
-       berth-guest bridge --socket PATH --nonce N [--idle 60s]
+const usage = `usage: berth-guest init --config FILE
+       berth-guest bridge --socket PATH --nonce N [--guest PID] [--idle 60s]
        berth-guest probe
        berth-guest version`
 
@@ -42,7 +44,7 @@ func main() {
 	}
 	arguments := os.Args[2:]
 	switch os.Args[1] {
-	case "serve":
+	case "init":
 		exit(serve(arguments))
 	case "bridge":
 		exit(bridge(arguments))
@@ -60,7 +62,10 @@ func serve(arguments []string) error {
 	if err := guest.UnblockSignals(); err != nil {
 		return err
 	}
-	flags := newFlags("serve")
+	if err := guest.DenyInspection(); err != nil {
+		return err
+	}
+	flags := newFlags("init")
 	file := flags.String("config", "", "")
 	// A provider may pass a descriptor with a lock that lives exactly as long as this guest has it open. No job
 	// may inherit it.
@@ -69,7 +74,7 @@ func serve(arguments []string) error {
 		return err
 	}
 	if *file == "" {
-		return usageError{errors.New("serve needs --config FILE")}
+		return usageError{errors.New("init needs --config FILE")}
 	}
 	if *lock >= 0 {
 		syscall.CloseOnExec(*lock)

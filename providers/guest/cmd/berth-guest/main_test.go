@@ -40,6 +40,10 @@ func TestMistakesAreOneLineAndTheirOwnCode(t *testing.T) {
 	must(t, os.WriteFile(bad, []byte(`{"token": 12, "secret`), 0o600))
 	empty := filepath.Join(dir, "empty.json")
 	must(t, os.WriteFile(empty, []byte(`{}`), 0o600))
+	socket := filepath.Join(dir, "s")
+	listener, err := net.Listen("unix", socket)
+	must(t, err)
+	defer func() { _ = listener.Close() }()
 	for _, test := range []struct {
 		arguments []string
 		code      int
@@ -47,13 +51,15 @@ func TestMistakesAreOneLineAndTheirOwnCode(t *testing.T) {
 	}{
 		{nil, 2, "usage: "},
 		{[]string{"dance"}, 2, "unknown command"},
-		{[]string{"serve"}, 2, "--config"},
-		{[]string{"serve", "--colour"}, 2, "colour"},
-		{[]string{"serve", "--config", "/no/such"}, 1, "read the boot config"},
-		{[]string{"serve", "--config", bad}, 1, "no BootConfig"},
-		{[]string{"serve", "--config", empty}, 1, "machine_id is missing"},
+		{[]string{"init"}, 2, "--config"},
+		{[]string{"init", "--colour"}, 2, "colour"},
+		{[]string{"init", "--config", "/no/such"}, 1, "read the boot config"},
+		{[]string{"init", "--config", bad}, 1, "no BootConfig"},
+		{[]string{"init", "--config", empty}, 1, "machine_id is missing"},
 		{[]string{"bridge", "--socket", "/no/such"}, 2, "--nonce"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n"}, 1, "reach the guest"},
+		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n", "--guest", "-1"}, 2, "--guest is a process id"},
+		{[]string{"bridge", "--socket", socket, "--nonce", "n", "--guest", "1"}, 1, "and the guest is process 1"},
 		{[]string{"bridge", "--socket", "/no/such", "--nonce", "n", "more"}, 2, "unexpected argument"},
 		{[]string{"version"}, 0, "berth-guest "},
 	} {
@@ -110,6 +116,12 @@ func TestABridgePassesBytesBothWaysUntilStdinEnds(t *testing.T) {
 	must(t, c.Wait())
 }
 
+func TestABridgeSpeaksToTheGuestsProcess(t *testing.T) {
+	c, in, _, _ := bridged(t, "--guest", strconv.Itoa(os.Getpid()))
+	must(t, in.Close())
+	must(t, c.Wait())
+}
+
 func TestABridgeEndsWhenTheGuestDoes(t *testing.T) {
 	c, _, _, guest := bridged(t)
 	must(t, guest.Close())
@@ -147,7 +159,7 @@ func BenchmarkIdle(b *testing.B) {
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		b.Fatal(err)
 	}
-	c := program("serve", "--config", config)
+	c := program("init", "--config", config)
 	if err := c.Start(); err != nil {
 		b.Fatal(err)
 	}
