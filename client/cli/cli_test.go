@@ -198,6 +198,7 @@ func TestGolden(t *testing.T) {
 		{name: "exec whose outcome is missing", args: []string{"exec", sbLive, "--", "mystery"}},
 		{name: "exec that leaves children", args: []string{"exec", sbLive, "--", "daemon"}},
 		{name: "exec with much output", args: []string{"exec", sbLive, "--", "big"}},
+		{name: "exec with much output as json", args: []string{"exec", "-o", "json", sbLive, "--", "big"}},
 		{name: "exec with stdin", request: true, stdin: "hello", args: []string{"exec", "-i", sbLive, "--", "cat"}},
 		{name: "exec without -i leaves stdin alone", request: true, stdin: "hello", args: []string{"exec", sbLive, "--", "cat"}},
 		{name: "exec -t without a terminal", request: true, env: map[string]string{"TERM": "vt100"}, args: []string{"exec", "-t", sbLive, "--", "true"}},

@@ -415,6 +415,25 @@ func TestRefsOfARepository(t *testing.T) {
 	wantReason(t, err, berthv1.Reason_REASON_WORKSPACE_FAILED)
 }
 
+func TestGitWorksInTheWorkspaceForRootAndForTheJobsUser(t *testing.T) {
+	t.Parallel()
+	w := start(t)
+	sandbox := w.create(t, &berthv1.SandboxSpec{Workspace: &berthv1.Workspace{Repo: &berthv1.Repo{Url: repository(t)}}}).GetId()
+	users := []string{""}
+	if fixture.OnDocker() {
+		users = append(users, "root", "nobody")
+	}
+	for _, user := range users {
+		reply, err := w.Jobs().RunCommand(w.ctx, &berthv1.RunCommandRequest{
+			SandboxId: sandbox, Spec: &berthv1.JobSpec{Argv: []string{"git", "status", "--porcelain"}, User: user, MergeStderr: true}, TextOutput: true,
+		})
+		if err != nil || reply.GetJob().GetOutcome().GetExitCode() != 0 || reply.GetStdout().GetText() != "" {
+			t.Errorf("git status as user %q: %v: %q (%v)", user, reply.GetJob().GetOutcome(), reply.GetStdout().GetText(), err)
+		}
+	}
+	w.destroy(t, sandbox)
+}
+
 func TestSecretsStaySecret(t *testing.T) {
 	t.Parallel()
 	w := start(t)

@@ -68,6 +68,48 @@ func TestAnOutputThatIsClosedOrFullIsAnErrorOfTheCommandLine(t *testing.T) {
 	w.destroy(t, sandbox)
 }
 
+func TestWhereBytesWereDroppedTheCommandLineSaysSoAndFails(t *testing.T) {
+	t.Parallel()
+	w := start(t)
+	sandbox := w.create(t, nil).GetId()
+	const long = "head -c 3000000 /dev/zero; printf end"
+	reply, err := w.Jobs().StartJob(w.ctx, &berthv1.StartJobRequest{SandboxId: sandbox, Spec: &berthv1.JobSpec{Shell: long, OutputLimitBytes: 1 << 20}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	job := reply.GetJob().GetId()
+	w.wait(t, job)
+	again := "berth exec --request-id again --output-limit 1MiB $S -c '" + long + "' >/dev/null"
+	for _, test := range []struct {
+		line    string
+		code    int
+		missing string
+	}{
+		{"berth logs $J >/dev/null", 1, "of stdout were"},
+		{"berth logs -f $J >/dev/null", 1, "of stdout were"},
+		{"berth logs -f -o json $J >/dev/null", 1, "of stdout were"},
+		{"berth attach --from-start $J >/dev/null", 125, "of stdout were"},
+		{"berth attach -i --from-start $J >/dev/null </dev/null", 125, "of stdout were"},
+		{again + " 2>/dev/null; " + again, 125, "of stdout were"}, // the second joins it when it is over
+		{"berth exec -o json $S -c '" + long + "' >/dev/null", 125, "of stdout were left out"},
+		{"berth exec -o json $S -c '" + long + "; exit 3' >/dev/null", 3, "of stdout were left out"},
+		{"berth logs --stream stderr $J", 0, ""},
+		{"berth exec $S -c '" + long + "' >/dev/null", 0, ""},
+	} {
+		cmd := w.shell(test.line, sandbox, job)
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		if err := cmd.Run(); cmd.ProcessState == nil {
+			t.Fatal(err)
+		}
+		said := stderr.String()
+		if code := cmd.ProcessState.ExitCode(); code != test.code || !strings.Contains(said, test.missing) || (said == "") != (test.missing == "") {
+			t.Errorf("%s: exit %d, stderr %q", test.line, code, said)
+		}
+	}
+	w.destroy(t, sandbox)
+}
+
 // TestTwoThatWriteToAJobAtOnceLoseNothing has callers append lines to one job while the broker is killed.
 func TestTwoThatWriteToAJobAtOnceLoseNothing(t *testing.T) {
 	t.Parallel()
@@ -229,6 +271,9 @@ func (l lines) next(t *testing.T) string {
 // want reads up to a line.
 func (l lines) want(t *testing.T, line string) {
 	t.Helper()
-	for l.next(t) != line {
+	for {
+		if l.next(t) == line {
+			return
+		}
 	}
 }

@@ -221,6 +221,11 @@ func (s *Service) workspace(ctx context.Context, op *recordv1.OperationRecord) e
 	if err != nil {
 		return err
 	}
+	if sandbox.GetSpec().GetWorkspace().GetRepo() != nil {
+		if sandbox.Isolation, err = s.isolation(ctx, op); err != nil {
+			return err
+		}
+	}
 	// gofail: var lifecycleBeforeWorkspace struct{}
 	// fault.Die()
 	if err := s.opts.Hooks.PrepareWorkspace(ctx, sandbox); err != nil {
@@ -229,6 +234,16 @@ func (s *Service) workspace(ctx context.Context, op *recordv1.OperationRecord) e
 	// gofail: var lifecycleAfterWorkspace struct{}
 	// fault.Die()
 	return s.operations.Advance(ctx, op, "ready", nil)
+}
+
+// isolation is that of an operation's machine, which the sandbox's record gets when it is ready.
+func (s *Service) isolation(ctx context.Context, op *recordv1.OperationRecord) (berthv1.Isolation, error) {
+	record, err := s.machine(op)
+	if err != nil {
+		return 0, err
+	}
+	info, err := s.machines.Info(ctx, record)
+	return machines.Isolation(info.Isolation), err
 }
 
 // ready lets commands in. Where the sandbox asked for that, its machine is cut off from the network before

@@ -11,8 +11,8 @@ import (
 // SetupAttempts is how often a sandbox's setup is begun when something interrupts it.
 const SetupAttempts = 5
 
-// SetupJobID names the guest's job that sets a sandbox up, for each attempt from 1 on. The name is
-// the same after a crash, so that a setup which still runs is joined. It is no job of the ledger.
+// SetupJobID names the guest's job that sets a sandbox up, for each attempt from 1 on, and with 0 what is done
+// once that has succeeded. The name is the same after a crash, so that a setup which still runs is joined. It is no job of the ledger.
 func SetupJobID(sandboxID string, attempt int) string {
 	id := ulid.ULID{}
 	if made, err := ulid.Parse(strings.TrimPrefix(sandboxID, "sb_")); err == nil {
@@ -25,8 +25,8 @@ func SetupJobID(sandboxID string, attempt int) string {
 
 // IsSetupJob reports whether a job's id is one of a sandbox's setup.
 func IsSetupJob(sandboxID, jobID string) bool {
-	for attempt := range SetupAttempts {
-		if SetupJobID(sandboxID, attempt+1) == jobID {
+	for attempt := range SetupAttempts + 1 {
+		if SetupJobID(sandboxID, attempt) == jobID {
 			return true
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/berth-sandbox/berth/conformance/testenv"
 	"github.com/berth-sandbox/berth/daemon/fault"
 	"github.com/berth-sandbox/berth/daemon/guestlink"
 	"github.com/berth-sandbox/berth/daemon/request"
@@ -170,6 +171,115 @@ func TestARepositoryIsCheckedOutAtItsRef(t *testing.T) {
 	}
 }
 
+func TestACloneIsWhatGitCloneMakes(t *testing.T) {
+	url, first := repository(t)
+	dir := t.TempDir()
+	shallow, sha256, separate := filepath.Join(dir, "shallow"), filepath.Join(dir, "sha256"), filepath.Join(dir, "detached")
+	git(t, "clone", "-q", "--depth=1", url, shallow)
+	git(t, "init", "-q", "-b", "trunk", "--object-format=sha256", sha256)
+	git(t, "-C", sha256, "-c", "user.name=T", "-c", "user.email=t@example.invalid", "commit", "-q", "--allow-empty", "-m", "one")
+	git(t, "-C", sha256, "tag", "v1")
+	git(t, "clone", "-q", url, separate)
+	git(t, "-C", separate, "checkout", "-q", "--detach", first)
+	for _, test := range []struct {
+		name string
+		repo *berthv1.Repo
+		ask  []string
+		want string
+	}{
+		{"all branches", &berthv1.Repo{Url: url}, []string{"branch", "-r", "--format=%(refname)"}, "refs/remotes/origin/HEAD\nrefs/remotes/origin/side/one\nrefs/remotes/origin/trunk"},
+		{"all tags, of a branch too", &berthv1.Repo{Url: url, Ref: "side/one"}, []string{"tag"}, "v1"},
+		{"a branch that follows its own", &berthv1.Repo{Url: url, Ref: "side/one"}, []string{"rev-parse", "--abbrev-ref", "@{upstream}"}, "origin/side/one"},
+		{"one branch of little depth", &berthv1.Repo{Url: url, Depth: 1}, []string{"branch", "-r", "--format=%(refname)"}, "refs/remotes/origin/HEAD\nrefs/remotes/origin/trunk"},
+		{"a tag by its whole name, of little depth", &berthv1.Repo{Url: url, Ref: "refs/tags/v1", Depth: 1}, []string{"describe", "--exact-match"}, "v1"},
+		{"a commit beside those of little depth", &berthv1.Repo{Url: url, Ref: first, Depth: 1}, []string{"rev-parse", "HEAD"}, first},
+		{"a commit by its beginning, of little depth", &berthv1.Repo{Url: url, Ref: first[:12], Depth: 1}, []string{"rev-parse", "HEAD"}, first},
+		{"of a shallow source", &berthv1.Repo{Url: "file://" + shallow}, []string{"rev-list", "--count", "HEAD"}, "1"},
+		{"of a shallow source by its path", &berthv1.Repo{Url: shallow, Ref: "trunk"}, []string{"rev-list", "--count", "HEAD"}, "1"},
+		{"of a directory, of little depth", &berthv1.Repo{Url: strings.TrimPrefix(url, "file://"), Depth: 1}, []string{"rev-list", "--count", "HEAD"}, "1"},
+		{"of SHA-256", &berthv1.Repo{Url: "file://" + sha256}, []string{"rev-parse", "--show-object-format"}, "sha256"},
+		{"of SHA-256 at a tag", &berthv1.Repo{Url: sha256, Ref: "v1"}, []string{"describe", "--tags", "--exact-match"}, "v1"},
+		{"of one whose HEAD is no branch", &berthv1.Repo{Url: separate}, []string{"rev-parse", "HEAD"}, first},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			m := boot(t)
+			must(t, m.prepare(test.repo))
+			if got := m.git(test.ask...); got != test.want {
+				t.Errorf("git %v says %q, want %q", test.ask, got, test.want)
+			}
+			if status := m.git("status", "--porcelain", "--ignored"); status != "" {
+				t.Errorf("its status is %q", status)
+			}
+			if origin := m.git("config", "remote.origin.url"); origin != test.repo.GetUrl() {
+				t.Errorf("its origin is %q", origin)
+			}
+			if out, err := exec.Command("find", filepath.Join(m.workspace, ".git", "objects"), "-type", "f", "-links", "+1").Output(); err != nil || len(out) > 0 {
+				t.Errorf("it shares with its source: %s (%v)", out, err)
+			}
+		})
+	}
+}
+
+func TestARepositoryOfAnotherUserIsRefusedWithWhatHelps(t *testing.T) {
+	testenv.Root(t)
+	t.Parallel()
+	url, _ := repository(t)
+	const nobody = 65534
+	must(t, filepath.WalkDir(strings.TrimPrefix(url, "file://"), func(path string, _ os.DirEntry, err error) error {
+		return errors.Join(err, os.Lchown(path, nobody, nobody))
+	}))
+	m := boot(t)
+	err := m.prepare(&berthv1.Repo{Url: url})
+	if err == nil {
+		t.Skip("this git trusts repositories of other users")
+	}
+	_, command, _ := strings.Cut(err.Error(), "git config --system ")
+	command, _, _ = strings.Cut(command, "`")
+	if !fault.Is(err, fault.WorkspaceFailed) || command == "" {
+		t.Fatalf("the error is %v", err)
+	}
+	system := filepath.Join(t.TempDir(), "gitconfig") // stands where /etc/gitconfig does
+	git(t, append([]string{"config", "--file", system}, strings.Fields(command)...)...)
+	m.Environment = func(*recordv1.SandboxRecord) (map[string]string, error) {
+		return map[string]string{"GIT_CONFIG_SYSTEM": system}, nil
+	}
+	if err := m.prepare(&berthv1.Repo{Url: url}); err != nil {
+		t.Errorf("what the error says does not help: %v", err)
+	}
+}
+
+func TestGitTrustsAWorkspaceOfAnyUserWhereItsConfigurationIsTheMachines(t *testing.T) {
+	testenv.Root(t)
+	t.Parallel()
+	url, _ := repository(t)
+	const nobody = 65534
+	for isolation, trusted := range map[berthv1.Isolation]bool{berthv1.Isolation_ISOLATION_CONTAINER: true, berthv1.Isolation_ISOLATION_NAMESPACE: false} {
+		system := filepath.Join(t.TempDir(), "gitconfig") // stands where /etc/gitconfig does
+		m := boot(t)
+		m.Environment = func(*recordv1.SandboxRecord) (map[string]string, error) {
+			return map[string]string{"GIT_CONFIG_SYSTEM": system}, nil
+		}
+		sandbox := m.sandbox(&berthv1.Repo{Url: url})
+		sandbox.Isolation = isolation
+		for range 2 { // again after a crash
+			must(t, m.Prepare(m.ctx, sandbox))
+		}
+		must(t, filepath.WalkDir(m.workspace, func(path string, _ os.DirEntry, err error) error {
+			return errors.Join(err, os.Lchown(path, nobody, nobody))
+		}))
+		status := exec.Command("git", "-C", m.workspace, "status", "--porcelain")
+		status.Env = append(os.Environ(), "GIT_CONFIG_SYSTEM="+system)
+		if out, err := status.CombinedOutput(); (err == nil) != trusted {
+			t.Errorf("%s: git status as root: %s (%v)", isolation, out, err)
+		}
+		written, err := os.ReadFile(system)
+		if trusted && strings.Count(string(written), m.workspace) != 1 || !trusted && !os.IsNotExist(err) {
+			t.Errorf("%s: the configuration is %q (%v)", isolation, written, err)
+		}
+	}
+}
+
 func TestAPreparationThatIsBegunAgainDoesNothingTwice(t *testing.T) {
 	t.Parallel()
 	url, _ := repository(t)
@@ -193,6 +303,7 @@ func TestWhatAnInterruptedCloneLeftIsRemoved(t *testing.T) {
 		must(t, os.WriteFile(filepath.Join(m.workspace, name), nil, 0o600))
 	}
 	must(t, os.MkdirAll(filepath.Join(m.workspace, ".git", "objects"), 0o700))
+	must(t, os.WriteFile(filepath.Join(m.workspace, ".git", "berth-clone"), []byte(url+" "), 0o600)) // killed right before its end
 	must(t, m.prepare(&berthv1.Repo{Url: url}))
 	if status := m.git("status", "--porcelain", "--ignored"); status != "" {
 		t.Errorf("its status is %q", status)

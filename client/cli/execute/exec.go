@@ -9,6 +9,7 @@ import (
 
 	"github.com/berth-sandbox/berth/client"
 	"github.com/berth-sandbox/berth/client/cli/command"
+	"github.com/berth-sandbox/berth/client/cli/present"
 	"github.com/berth-sandbox/berth/client/cli/usage"
 	berthv1 "github.com/berth-sandbox/berth/proto/berth/v1"
 )
@@ -34,7 +35,8 @@ a signal ended it, 125 when the broker failed. It comes back by itself when the 
 is restarted, without a byte lost or twice. The first interrupt is the command's, the second kills it. With
 --request-id the command continues without this one, and the same id joins it.
 
-With -o json or id it answers at the end, with at most 256 KiB of each stream.`,
+With -o json or id it answers at the end, with at most 256 KiB of each stream. Where json lacks bytes of a longer
+one, a line on stderr says which; it then exits with 125, unless the command failed itself.`,
 		Example: `  berth exec 7QK2 -- go test ./...
   berth exec -it 7QK2 -- bash
   berth exec 7QK2 -c 'make 2>&1 | tail -20' --timeout 10m
@@ -120,5 +122,22 @@ func execToEnd(ctx context.Context, p *command.Program, c *client.Client, given 
 		return err
 	}
 	p.PrintOutcome(reply.GetJob())
-	return p.ExitAs(reply.GetJob())
+	missing := p.Output == command.OutputJSON && printOmitted(p, reply)
+	if err := p.ExitAs(reply.GetJob()); err != nil || !missing {
+		return err
+	}
+	return &command.ExitError{Code: usage.ExitBroker} // which bytes is said already
+}
+
+// printOmitted says which bytes of a command's output are not in its reply, and whether there are any.
+func printOmitted(p *command.Program, reply *berthv1.RunCommandResponse) (missing bool) {
+	for i, output := range []*berthv1.BoundedOutput{reply.GetStdout(), reply.GetStderr()} {
+		if output.GetOmittedBytes() > 0 {
+			stream := []berthv1.Stream{berthv1.Stream_STREAM_STDOUT, berthv1.Stream_STREAM_STDERR}[i]
+			from := uint64(len(output.GetHead()))
+			p.PrintError("", present.GapWords(stream, from, from+output.GetOmittedBytes(), "left out (-o json holds 256 KiB of each stream; without it all is shown)"))
+			missing = true
+		}
+	}
+	return missing
 }

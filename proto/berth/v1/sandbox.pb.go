@@ -605,7 +605,9 @@ type Workspace struct {
 	// Absolute path in the machine, at most 4095 bytes, of a directory, or of nothing: then one is made. Anything
 	// else is INVALID_FIELD once the machine has been looked at. Default: the provider's (see Sandbox.workspace_path).
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Clone this repository into it before the sandbox becomes RUNNING.
+	// Clone this repository into it, as git clone does, before the sandbox becomes RUNNING. Where the machine
+	// has files of its own, git there works in the clone for every user; with isolation NONE and NAMESPACE git's
+	// configuration is the host's, and a job of another user says git -c safe.directory=DIR.
 	Repo *Repo `protobuf:"bytes,2,opt,name=repo,proto3" json:"repo,omitempty"`
 	// Committer and author identity set in the clone. Default: git's own rules.
 	GitIdentity   *GitIdentity `protobuf:"bytes,3,opt,name=git_identity,json=gitIdentity,proto3" json:"git_identity,omitempty"`
