@@ -19,7 +19,7 @@ func TestWhatLeavesItsJobIsKilledWithItOrReported(t *testing.T) {
 	t.Parallel()
 	w := start(t)
 	made := w.create(t, nil)
-	g := &ground{world: w, sandbox: made.GetId()}
+	g := &ground{harness: w, sandbox: made.GetId()}
 	strong, weak := slices.Contains(made.GetCapabilities(), "containment.strong"), slices.Contains(made.GetCapabilities(), "containment.weak")
 	if strong == weak {
 		t.Errorf("it has the capabilities %v, want one of containment.strong and containment.weak", made.GetCapabilities())

@@ -150,7 +150,7 @@ func TestAResumeTakesNoMachineForRunningThatNobodyAnswersFor(t *testing.T) {
 			w := newHarness(t)
 			sandbox := w.created()
 			if test.killed {
-				must(t, w.fake.World().Kill(w.ctx, sandbox.GetMachineId()))
+				must(t, w.fake.Harness().Kill(w.ctx, sandbox.GetMachineId()))
 				w.wait("the link is down", func() bool { return w.links.Hello(sandbox.GetMachineId()) == nil })
 			}
 			w.script(test.faults...)
