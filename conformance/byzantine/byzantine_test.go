@@ -52,7 +52,7 @@ func everywhere(kind faultproxy.Kind, fields map[string]any) []faultproxy.Rule {
 // eachCall applies a rule once in the reply to each call.
 func eachCall(rule faultproxy.Rule) []faultproxy.Rule {
 	var rules []faultproxy.Rule
-	for _, call := range []string{"Start", "Run", "Wait", "Read", "Attach", "List", "Stop", "Input", "Signal", "Forget"} {
+	for _, call := range []string{"Start", "Run", "Wait", "Read", "Attach", "List", "Stop", "Input", "AppendInput", "Signal", "Forget"} {
 		rule.Call, rule.Times = call, 1
 		rules = append(rules, rule)
 	}
@@ -127,6 +127,8 @@ var output = []row{
 	{name: "a chunk of two megabytes", rules: set("Attach", fields("chunk.data", strings.Repeat("x", 2<<20)))},
 	{name: "every message twice", rules: []faultproxy.Rule{{Call: "Attach", Kind: faultproxy.Double}}},
 	{name: "thanks for input that nobody sent", rules: set("Attach", fields("input_acknowledged", uint64(math.MaxUint64)))},
+	{name: "more input appended than there was", rules: set("AppendInput", fields("next_offset", uint64(math.MaxUint64)))},
+	{name: "input appended beyond all offsets", rules: set("AppendInput", fields("offset", uint64(math.MaxUint64)))},
 	{name: "less input taken than there was", rules: set("Input", fields("next_offset", 0))},
 	{name: "more input taken than there was", rules: set("Input", fields("next_offset", uint64(math.MaxUint64)))},
 }

@@ -313,6 +313,9 @@ func (h *observed) interact() {
 	}
 	id := started.GetJob().GetId()
 	_, _ = h.Jobs().WriteJobInput(ctx, &berthv1.WriteJobInputRequest{JobId: id, Data: []byte("12345")})
+	_, _ = h.Jobs().WriteJobInput(ctx, &berthv1.WriteJobInputRequest{
+		JobId: id, Position: &berthv1.WriteJobInputRequest_Offset{Offset: 5}, Data: []byte("678"),
+	})
 	_, _ = h.Jobs().SignalJob(ctx, &berthv1.SignalJobRequest{JobId: id, Signal: 18}) // SIGCONT changes nothing
 	if stopped, err := h.Jobs().StopJob(ctx, &berthv1.StopJobRequest{JobId: id, Grace: durationpb.New(0)}); err == nil {
 		h.job(stopped.GetJob())
