@@ -50,11 +50,13 @@ test: $(GOTESTSUM) ## vet and test everything; what was skipped is listed at the
 	go vet ./...
 	$(TEST) -timeout $(TIMEOUT) ./...
 
+# What is left out of it, as an extended regular expression: the suites run built programs.
+RACE_SKIP ?= /conformance/
 .PHONY: race
 race: $(GOTESTSUM) ## the packages' tests under the race detector (needs a C compiler; the suites run built programs)
 	@command -v "$$(go env CC)" >/dev/null || { \
 		echo "make race: the race detector needs a C compiler, and there is no $$(go env CC) here (install gcc)" >&2; exit 1; }
-	CGO_ENABLED=1 $(TEST) -race -timeout 20m $$(go list ./... | grep -v '/conformance/')
+	CGO_ENABLED=1 $(TEST) -race -timeout 20m $$(go list ./... | grep -Ev '$(RACE_SKIP)')
 
 .PHONY: crash
 crash: $(GOTESTSUM) ## crash at every failpoint, restart, and check what must hold
@@ -88,10 +90,12 @@ IMAGE := berth-conformance:$(shell date +%s)
 # What is run on docker: the API suite, by either way to reach a guest, a crash at every failpoint, and random
 # kills, DOCKER_N of them.
 ON_DOCKER ?= docker docker-bridge crash robust
+# On this host `make test` has run the API suite with namespaces; this is without. Empty: not again.
+ON_LOCAL ?= local-plain
 DOCKER_N ?= 10
 .PHONY: conformance
 conformance: $(GOTESTSUM) ## the API suite on every other provider that is here, and on docker crashes and random kills (docker needs an engine and debootstrap)
-	BERTH_PROVIDER=local-plain $(TEST) -count=1 -timeout 40m ./conformance/api
+	$(if $(ON_LOCAL),BERTH_PROVIDER=$(ON_LOCAL) $(TEST) -count=1 -timeout 40m ./conformance/api)
 	@docker version >/dev/null 2>&1 || { echo "make conformance: no Docker Engine answers here, so docker was not tried"; exit 0; }; \
 	command -v debootstrap >/dev/null || { echo "make conformance: debootstrap makes the image for docker, and is not here, so docker was not tried"; exit 0; }; \
 	conformance/image.sh $(IMAGE) && status=0; \
@@ -112,6 +116,7 @@ night: export BERTH_RUN = night
 night: export TIMEOUT = 3h
 night: ## what CI has no time for: tests of full size, every mutation, every lie, 300 random kills a provider, 20,000 jobs (hours)
 	$(MAKE) test
+	$(MAKE) race
 	$(MAKE) mutation
 	$(MAKE) byzantine
 	$(MAKE) hostfaults JOBS=20000
