@@ -20,8 +20,8 @@ import (
 //
 // It returns fn's error as it is, and then nothing of fn's writes remains; ctx.Err() when ctx ended
 // before fn was picked up (after that it waits for the result); STORE_FULL when the disk is full, up to what
-// is held in reserve, and nothing was written; STOPPING after Close; STORE_FAILED when the ledger can't be written any more;
-// INTERNAL when fn panicked.
+// is held in reserve, and nothing was written; STOPPING after Close; STORE_FAILED when the ledger can't be
+// written any more; INTERNAL when fn panicked.
 func (s *Store) Update(ctx context.Context, fn func(*Tx) error) error {
 	return s.update(ctx, &change{fn: fn, done: make(chan error, 1)})
 }
@@ -291,8 +291,8 @@ func (s *Store) run(batch []*change) (*Tx, error) {
 	}
 }
 
-// runEach runs the functions and notes in their changes which failed. On a full disk one that is not urgent fails when it writes. When one failed after it had
-// written, it stops and returns those that are to be run again.
+// runEach runs the functions and notes in their changes which failed. On a full disk one that is not urgent fails
+// when it writes. When one failed after it had written, it stops and returns those that are to be run again.
 func (s *Store) runEach(tx *Tx, pending []*change) (rest []*change, clean bool) {
 	rest = make([]*change, 0, len(pending))
 	for i, c := range pending {
