@@ -126,15 +126,19 @@ func TestATerminalIsToldThatItsBrokerIsAwayAndBack(t *testing.T) {
 	var story sync.WaitGroup
 	story.Go(func() {
 		<-b.entered
+		// Only keys that arrive show that the client has been told that its command began.
+		if _, err := master.WriteString("before\r"); err != nil {
+			t.Error(err)
+		}
+		b.until(t, "the keys arrived", func() bool { return string(b.live.taken) == "before\r" })
 		b.kill()
 		s.awaitError(t, away)
 		if _, err := master.WriteString("typed\r"); err != nil {
 			t.Error(err)
 		}
 		b.start()
-		<-b.entered
 		s.awaitError(t, back)
-		b.until(t, "the keys arrived", func() bool { return string(b.live.taken) == "typed\r" })
+		b.until(t, "the keys arrived", func() bool { return string(b.live.taken) == "before\rtyped\r" })
 		if _, err := master.WriteString("exit\r"); err != nil {
 			t.Error(err)
 		}
