@@ -255,6 +255,8 @@ func scripted(t *testing.T, options ...func(*harness)) (*harness, *scriptedProvi
 		must(t, w.ledger.Close())
 	})
 	sandbox := w.sandbox()
+	// Its first list names no job: one that is started before that was read would be asked for, and lost.
+	w.wait("the first list of the guest's jobs", func() bool { return !w.Syncing() })
 	return w, d, sandbox, d.guest(sandbox.GetMachineId())
 }
 
