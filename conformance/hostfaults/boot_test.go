@@ -216,9 +216,9 @@ func removeGroups(root, machine string) error {
 	return err
 }
 
-// previousCommit is a build of before this suite, whose ledger and guests the current one takes over. It
+// previousCommit is a build of the same guest protocol, whose ledger and guests the current one takes over. It
 // is moved forward with each release.
-const previousCommit = "a463296f678f12e3fd262996f3ab86a49699d65c"
+const previousCommit = "75839297f5d3454a25c30483160397a958b432e5"
 
 // previous builds what this build follows: the programs of that commit. A clone without history has none;
 // then it is this tree under another name, which shows the taking over and not what changed.
