@@ -125,7 +125,16 @@ func (s *suite) resume(ctx context.Context, id string) {
 		}
 		return err
 	})
-	if err != nil && !client.Is(err, berthv1.Reason_REASON_MACHINE_GONE) {
+	switch {
+	case err == nil:
+	case client.Is(err, berthv1.Reason_REASON_MACHINE_GONE):
+		// The next look at all machines takes it for lost, and its jobs with it.
+		s.until(ctx, "the sandbox of a machine that is gone", restTimeout, func() (bool, string) {
+			reply, err := s.patient.Sandboxes().GetSandbox(ctx, &berthv1.GetSandboxRequest{SandboxId: id})
+			state := reply.GetSandbox().GetState()
+			return state == berthv1.SandboxState_SANDBOX_STATE_LOST, fmt.Sprintf("sandbox %s is %v (%v)", id, state, err)
+		})
+	default:
 		s.problem("resume", "sandbox %s does not go on when all is quiet: %v", id, err)
 	}
 }
