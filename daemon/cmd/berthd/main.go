@@ -5,12 +5,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/signal"
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
 func main() {
@@ -57,7 +59,23 @@ It prints one line when it is ready. SIGTERM drains and stops it; machines and j
 		},
 	}
 	cmd.SetVersionTemplate("berthd {{.Version}}\n")
-	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return fmt.Errorf("%w (see berthd --help)", err) })
+	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return fmt.Errorf("%w (see berthd --help)", flagError(err)) })
 	bind(cmd, &flags)
 	return cmd
+}
+
+// flagError says what a flag takes, where the parser would tell of its own functions.
+func flagError(err error) error {
+	var invalid *pflag.InvalidValueError
+	if !errors.As(err, &invalid) {
+		return err
+	}
+	flag := invalid.GetFlag()
+	takes, known := map[string]string{
+		"bool": "true or false, or nothing", "int": "a whole number", "uint64": "a whole number from 0 on",
+	}[flag.Value.Type()]
+	if !known {
+		return fmt.Errorf("--%s %q: %w", flag.Name, invalid.GetValue(), invalid.Unwrap())
+	}
+	return fmt.Errorf("--%s %q: it takes %s", flag.Name, invalid.GetValue(), takes)
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -357,4 +358,22 @@ type told chan string
 func (c told) Write(p []byte) (int, error) {
 	c <- string(p)
 	return len(p), nil
+}
+
+func TestAFlagSaysWhatItTakes(t *testing.T) {
+	for _, test := range []struct{ flag, says string }{
+		{"--docker-pids=-5", `--docker-pids "-5": it takes a whole number from 0 on (see berthd --help)`},
+		{"--docker-bridge=maybe", `--docker-bridge "maybe": it takes true or false, or nothing (see berthd --help)`},
+		{"--docker-memory=much", `--docker-memory "much": `},
+		{"--no-such", "unknown flag: --no-such (see berthd --help)"},
+	} {
+		cmd := command()
+		cmd.SetArgs([]string{test.flag})
+		cmd.SetOut(io.Discard)
+		cmd.SetErr(io.Discard)
+		err := cmd.ExecuteContext(t.Context())
+		if err == nil || !strings.HasPrefix(err.Error(), test.says) || strings.Contains(err.Error(), "strconv") {
+			t.Errorf("%s: %v, want %s", test.flag, err, test.says)
+		}
+	}
 }
